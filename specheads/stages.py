@@ -17,6 +17,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from specheads.config import AutoConfig, ConfigError, RegenerateConfig, RunError, TrainConfig
 from specheads.config.compose import composed, load_recipe
 from specheads.config.main import tidy_arguments
@@ -30,6 +32,7 @@ from specheads.measure.diagnose import examine
 from specheads.measure.evaluate import write_prompts
 from specheads.measure.render import bench_text, interval
 from specheads.models.base import context_length, load_base_model, load_tokenizer
+from specheads.models.output import num_layers
 from specheads.models.support import tree_support
 from specheads.pipeline import run_recipe
 from specheads.regeneration.answering import regenerate
@@ -49,15 +52,25 @@ from specheads.training.teachers import cached_features
 
 Say = Callable[[str], None]
 
-# The recipe that serves a base best, by what the base can be decoded with.
-RECIPES = {"tree": "hydra", "chain": "hydra"}
 FIRST = 64  # questions that are written and answered to learn how long that takes here
 LEAST = 128  # questions below which heads learn little but their answers by heart
 MEASURING = 0.12  # share of the time that the tree and the figures take
 TEMPERATURE = 0.7  # of the answers: more varied than greedy ones, closer to what is asked for
-ANSWER_TOKENS = 192  # of one answer at most; those that reach it are learned without their end
+ANSWER_TOKENS = 128  # of one answer at most; those that reach it are learned without their end
 NUM_PROMPTS, NEW_TOKENS = 12, 48  # that the tree is chosen on; the figures are of others
 TEMPERATURES = (0.0, 0.7, 1.0)
+
+
+def best_recipe(base: PreTrainedModel) -> str:
+    """Return the recipe of the heads that serve a base best, by what it can be asked for.
+
+    Block heads read states between its layers, and their trees need a base that takes trees.
+    """
+    try:
+        num_layers(base)
+    except ValueError:
+        return "hydra"
+    return "block" if tree_support(base).kind == "tree" else "hydra"
 
 
 class Progress:
@@ -183,7 +196,7 @@ class _Stages:
                 raise RunError(f"{name} cannot be decoded with guesses: {finding.text}")
         check_isolation(base)  # training's own check, before there is anything to train on
         kind = self.config.kind
-        self.plan["recipe"] = RECIPES[tree_support(base).kind] if kind == "auto" else kind
+        self.plan["recipe"] = best_recipe(base) if kind == "auto" else kind
         self.plan["context"] = context_length(base)
         self.plan["attn"] = base.config._attn_implementation
 

@@ -113,7 +113,7 @@ def test_a_run_goes_on_where_it_was_killed(
         one, other = (records(Path("runs", name, file)) for name in ("killed", "whole"))
         shared = one.keys() & other.keys()  # how many there are is a matter of time
         assert len(shared) >= 4 and all(one[key] == other[key] for key in shared)
-    assert whole["plan"]["recipe"] == "hydra"
+    assert whole["plan"]["recipe"] == "block"
 
 
 def test_a_server_answers_what_the_base_asks(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
