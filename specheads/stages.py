@@ -54,6 +54,8 @@ Say = Callable[[str], None]
 
 FIRST = 64  # questions that are written and answered to learn how long that takes here
 LEAST = 128  # questions below which heads learn little but their answers by heart
+TEXT = 0.4  # share of the time, but for the measuring, that questions and answers take
+PASSES = 3  # times the rule's steps that heads may learn for: those that ship gained until there
 MEASURING = 0.12  # share of the time that the tree and the figures take
 TEMPERATURE = 0.7  # of the answers: more varied than greedy ones, closer to what is asked for
 ANSWER_TOKENS = 128  # of one answer at most; those that reach it are learned without their end
@@ -215,21 +217,32 @@ class _Stages:
                 raise
             self.say(f"going on with the given prompts alone: {error}")
         self.plan["files"] = files
-        seconds = time.monotonic() - start
-        left = self.progress.left - (time.monotonic() - begun) / 60
-        text = (left - MEASURING * config.minutes) / 2
-        self.plan["questions"] = known + FIRST + max(0, int(60 * text * FIRST / seconds))
+        number, seconds = FIRST, time.monotonic() - start
+        left = self.progress.left - (start - begun) / 60
+        text = 60 * TEXT * (left - MEASURING * config.minutes)
+        # few questions fill no batch and end with its longest: as many again, by half the time
+        if (
+            "answers.jsonl" in files
+            and (more := int((text - seconds) * FIRST / seconds / 2)) >= FIRST
+        ):
+            start = time.monotonic()
+            self._write_own(known + FIRST + more)
+            number, text, seconds = more, text - seconds, time.monotonic() - start
+            known += FIRST
+        text = max(0.0, text - seconds)
+        self.plan["questions"] = known + number + int(text * number / seconds)
         if "answers.jsonl" not in files:
             self.plan["questions"] = 0
         elif len(files) == 1 and self.plan["questions"] < LEAST:
-            least = 2 * LEAST * seconds / FIRST / 60 / (1 - MEASURING) + config.minutes - left
+            needed = LEAST * seconds / number / 60 / TEXT
+            least = (needed + config.minutes - left) / (1 - MEASURING)
             raise RunError(
                 f"minutes={config.minutes:g} is too short for {config.model} here:"
-                f" {FIRST} questions and answers took {seconds:.0f} seconds; expected at least"
+                f" {number} questions and answers took {seconds:.0f} seconds; expected at least"
                 f" minutes={least:.0f}"
             )
         else:
-            self.say(f"{self.plan['questions']:,} questions and answers, {text:.0f} minutes")
+            self.say(f"{self.plan['questions']:,} questions and answers, {text / 60:.0f} minutes")
 
     def write(self) -> None:
         """Write the rest of the base's questions, and answer them."""
@@ -324,7 +337,8 @@ class _Stages:
         left = self.progress.left - (time.monotonic() - begun) / 60
         minutes = left - MEASURING * self.config.minutes
         # its steps of the optimizer are not in what was clocked, nor are evaluations
-        self.plan["steps"] = min(cfg.steps, steps_for_time(0.85 * minutes, found.seconds_per_step))
+        fitting = steps_for_time(0.85 * minutes, found.seconds_per_step)
+        self.plan["steps"] = min(PASSES * cfg.steps, fitting)
         self.say(f"{self.plan['steps']:,} steps of {found.seconds_per_step:.2f} seconds")
 
     def train(self) -> None:
