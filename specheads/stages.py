@@ -19,7 +19,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from specheads.config import AutoConfig, ConfigError, RegenerateConfig, RunError, TrainConfig
+from specheads.config import (
+    AutoConfig,
+    ConfigError,
+    DecodeConfig,
+    RegenerateConfig,
+    RunError,
+    TrainConfig,
+)
 from specheads.config.compose import composed, load_recipe
 from specheads.config.main import tidy_arguments
 from specheads.data.load import read_jsonl
@@ -364,8 +371,12 @@ class _Stages:
         )
         assert subject.export is not None
         contest = bench.Contest.of(subject, NEW_TOKENS)
-        trees = contest.of_trees(subject.export.heads, [subject.export.tree])
-        methods = [*contest.baselines(), *trees]
+        quoted = bench.quoted_method(subject.export, DecodeConfig(), [])
+        if quoted == "tree_dynamic":
+            heads = contest.of_export(subject.export, DecodeConfig())
+        else:
+            heads = contest.of_trees(subject.export.heads, [subject.export.tree])
+        methods = [*contest.baselines(), *heads]
         seen = {each["id"] for each in read_jsonl(run / "prompts.jsonl")}
         heldout = read_jsonl(self.folder / "heldout.jsonl")
         others = [record for record in heldout if record["id"] not in seen]
@@ -388,7 +399,9 @@ class _Stages:
         }
         with progress_bar("text", total=len(methods) * len(prompts) * len(TEMPERATURES)) as bar:
             plan = bench.Plan(TEMPERATURES, repeats=1)
-            result, _ = bench.benchmark(base, methods, prompts, plan, settings=settings, bar=bar)
+            result, _ = bench.benchmark(
+                base, methods, prompts, plan, settings=settings, headline=quoted, bar=bar
+            )
         with whole_file(self.folder / "bench.json") as fresh:
             fresh.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(bench_text(result))
@@ -398,7 +411,8 @@ class _Stages:
         """Say what came of it in three lines."""
         export = self.folder / "training" / "export"
         result = json.loads((self.folder / "bench.json").read_text(encoding="utf-8"))
-        rows = {r["temperature"]: r for r in result["rows"] if r["method"] == "tree"}
+        quoted = result["headline"]["method"]
+        rows = {r["temperature"]: r for r in result["rows"] if r["method"] == quoted}
         told = ", ".join(
             f"{row['speedup_vs_plain']:.2f}x ({interval(row['speedup_vs_plain_ci95'])}) at"
             f" T={temperature:g}"

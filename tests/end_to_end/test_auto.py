@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from specheads import stages
-from specheads.config import AutoConfig, ConfigError, RunError
+from specheads.config import AutoConfig, ConfigError, DecodeConfig, RunError
 from specheads.data.tokenizers import byte_tokenizer
 from specheads.decoding.exported import exported_drafter
 from specheads.decoding.generate import SpecDecoder
+from specheads.measure.bench import quoted_method
 from specheads.models.checkpoint import load_export
 from specheads.regeneration import questions
 from tests.toys import save_talker
@@ -72,7 +73,9 @@ def test_any_architecture_comes_to_heads(name: str, tmp_path: Path, prompts: Pat
     ids = torch.tensor([[5, 6, 7, 8]])
     drafted = SpecDecoder(export.base, exported_drafter(export)).generate(ids, 12)
     assert drafted.new_tokens == SpecDecoder(export.base, None).generate(ids, 12).new_tokens
-    rows = [row for row in found["bench"]["rows"] if row["method"] == "tree"]
+    quoted = found["bench"]["headline"]["method"]
+    assert quoted == quoted_method(export, DecodeConfig(), [])
+    rows = [row for row in found["bench"]["rows"] if row["method"] == quoted]
     assert {row["temperature"] for row in rows} == {0.0, 0.7, 1.0}
     assert all(row["identical"] == row["compared"] > 0 for row in rows)
 
