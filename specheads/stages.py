@@ -363,7 +363,7 @@ class _Stages:
         run_recipe(load_recipe(cfg.recipe), cfg, self.say)
 
     def measure(self) -> None:
-        """Decode held-out questions beside plain decoding, for as long as is left."""
+        """Decode held-out questions beside plain decoding in what is left of the time for it."""
         run = self.folder / "training"
         trust = self.config.trust_remote_code
         subject = load_subject(
@@ -388,7 +388,9 @@ class _Stages:
         for _ in take_turn(methods, make_batches(first, 1)[0], 0.0, prefill=True):
             pass  # met for the first time, which takes longer: never too little time
         seconds = (time.monotonic() - begun) * len(TEMPERATURES)
-        number = max(4, int(60 * max(self.progress.left, 1) / seconds))
+        # what a killed stage took is not known: never longer than its share
+        minutes = min(max(self.progress.left, 1), MEASURING * self.config.minutes)
+        number = max(4, int(60 * minutes / seconds))
         prompts, digest = prompts_of(base, tokenizer, path, number, NEW_TOKENS)
         settings = {
             "checkpoint": str(run / "export"),

@@ -64,14 +64,15 @@ class PackedLinear(nn.Linear):
 def pack_linears(module: nn.Module) -> None:
     """Let linear layers in bfloat16 on a CPU multiply with packed weights, where memory allows it.
 
-    Layers of classes of their own, which may compute otherwise, stay as they are.
+    Layers of classes that compute in a way of their own stay as they are.
 
     Args:
         module: a model or heads, where and as they will be used; changed in place.
     """
     if not _has_kernel():
         return
-    layers = [part for part in module.modules() if type(part) is nn.Linear]
+    linears = (part for part in module.modules() if isinstance(part, nn.Linear))
+    layers = [each for each in linears if type(each).forward is nn.Linear.forward]
     layers = [each for each in layers if _is_ours(each.weight) and each.weight.numel() > _SMALL]
     size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
     if size <= MOST_MEMORY * _physical_memory():

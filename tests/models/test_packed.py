@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specheads.models import adapters, packed
+from specheads.models.blocks import ZeroLinear
 from specheads.models.packed import PackedLinear, pack_linears, product
 
 pytestmark = pytest.mark.skipif(
@@ -117,8 +118,10 @@ def test_only_plain_layers_in_bfloat16_within_the_memory(monkeypatch: pytest.Mon
     parts = nn.Sequential(Other(96, 96), nn.Linear(96, 96)).to(torch.bfloat16)
     parts.append(nn.Linear(96, 96))
     parts.append(nn.Linear(64, 64, dtype=torch.bfloat16))  # torch's own library for one row of it
+    parts.append(ZeroLinear(96, 96, dtype=torch.bfloat16))  # starts otherwise, computes the same
     pack_linears(parts)
-    assert [type(part) for part in parts] == [Other, PackedLinear, nn.Linear, nn.Linear]
+    packs = [isinstance(part, PackedLinear) for part in parts]
+    assert packs == [False, True, False, False, True]
     monkeypatch.setattr(packed, "_physical_memory", lambda: 8 * 96 * 96)
     large = nn.Linear(96, 96).to(torch.bfloat16)
     pack_linears(large)
