@@ -108,7 +108,7 @@ def choose_prompts(
 
 
 def _bar(name: str) -> Callable[[Sequence[int]], Any]:
-    return lambda items: progress_bar("batch", iterable=items, desc=name)
+    return lambda items: progress_bar("batch", iterable=items, desc=f"{name}: ")
 
 
 def sha256_of(prompt: Prompt) -> str:

@@ -384,6 +384,13 @@ def _by_training(
             f" {on.get('num_prompts')} prompts ({on.get('dtype')}, {on.get('device')},"
             f" {on.get('threads')} threads)."
         )
+        grown = on.get("dynamic") or {}
+        if grown.get("speedup", 0) > (faster or 0):
+            parts.append(
+                f"Trees of {grown['num_nodes']} nodes grown at each step, which decoding takes"
+                f" unless told otherwise: {grown['accept_length']:.2f} tokens and"
+                f" {grown['speedup']:.2f}x."
+            )
         if FORMATS[form].chain and (chain := _chain(tree)):
             parts.append(
                 f"That is in specheads. A chain of the heads' best guesses, as this format is"

@@ -270,6 +270,13 @@ def test_a_new_tree_makes_old_figures_void(tmp_path: Path) -> None:
         " plain decoding, from 9 prompts (float32, cpu, 1 threads)." in text
     )
     load_export(folder)  # the manifest lets the card be edited
+    assert "grown at each step" not in text
+    for speed, told in ((1.6, True), (1.4, False)):  # what decoding takes is what is faster
+        grown = {"num_nodes": 6, "accept_length": 1.9, "speedup": speed}
+        set_tree(folder, Tree.from_choices([[0], [1]]), 1.75, {**on, "dynamic": grown})
+        assert card.refresh(folder)
+        text = (folder / card.CARD).read_text()
+        assert ("Trees of 6 nodes grown at each step" in text) == told
 
 
 def test_a_format_that_is_served_as_a_chain_promises_no_tree(tmp_path: Path) -> None:
