@@ -424,7 +424,8 @@ class Steps:
     @torch.no_grad()
     def refresh(self) -> Begin:
         """Take the weights as they are now, and return :meth:`begin`."""
-        self.rows = self.heads.shared_rows(self.output.weight)
+        if self.heads.condition:  # the products of others hold them
+            self.rows = self.heads.shared_rows(self.output.weight)
         parts = [self.heads.head(i) for i in range(self.depth)]
         conditions = [part.condition for part in parts if part.condition is not None]
         conditions *= self._tabulates_conditions
