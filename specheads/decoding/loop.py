@@ -210,11 +210,10 @@ def _decode(
     at_nodes = hidden()
     chosen = next_tokens(output, chooser, logits, numbers)
     root = torch.tensor(chosen, device=logits.device)
-    state = drafter.start(
-        Prefill(prompts, tokens, counts, at_nodes, root, chooser.imitable, logits.shape[-1])
-    )
-    output.emit(numbers, [[token] for token in chosen])
     acceptance = asked.acceptance or Acceptance()
+    drawn = chooser.imitable, logits.shape[-1], acceptance.lossless
+    state = drafter.start(Prefill(prompts, tokens, counts, at_nodes, root, *drawn))
+    output.emit(numbers, [[token] for token in chosen])
     while True:
         going = [i for i, row in enumerate(numbers) if output.budget(row)]
         if not going:

@@ -60,6 +60,7 @@ class Prefill:
         sampler: how the base model's tokens are drawn, which a drafter that samples imitates. Row b
             draws with its seed + b.
         vocab_size: V, how many tokens the base model has logits for; 0: unknown.
+        lossless: tokens are the base's, so that a guess may follow the noise of its draws.
     """
 
     ids: Sequence[Sequence[int]]
@@ -69,6 +70,7 @@ class Prefill:
     root: Tensor
     sampler: Sampler = Sampler()
     vocab_size: int = 0
+    lossless: bool = True
 
     def last_hidden(self, *taps: str) -> Tensor:
         """Return the hidden states [B, d] at each row's last real token, of taps side by side."""
@@ -126,8 +128,9 @@ class Drafter(Protocol):
 
     Attributes:
         taps: which hidden states of the base model it needs: ``FINAL``, ``TRUNK``.
-        deterministic: its candidates are a function of the prefix: by the default rule, tokens are
-            then those of plain decoding with the seed, and not of its distribution only.
+        deterministic: its candidates are a function of the prefix and the seed: by the default
+            rule, tokens are then those of plain decoding with the seed, and not of its distribution
+            only.
     """
 
     @property
@@ -136,7 +139,7 @@ class Drafter(Protocol):
 
     @property
     def deterministic(self) -> bool:
-        """Whether the candidates are a function of the prefix."""
+        """Whether the candidates are a function of the prefix and the seed."""
 
     def start(self, prefill: Prefill) -> Any:
         """Return the state after the prefill."""

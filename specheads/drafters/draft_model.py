@@ -29,7 +29,7 @@ from specheads.models.base import context_length, input_embedding
 from specheads.models.forward import ModelPass, pad_rows
 from specheads.models.support import tree_support
 from specheads.system.errors import one_of
-from specheads.verification.sampling import draft_noise, noise_ahead
+from specheads.verification.sampling import draft_noise
 
 # tokens that are read as a tree that happens to be a chain, whose mask need not be built anew
 MAX_CHAIN = 32
@@ -212,8 +212,7 @@ class DraftCache:
         after = [len(text) for text in self.texts]  # where the first guess stands
         if coupled:
             whole = max(size, self.vocab_size)  # the base keeps noise of its own vocabulary
-            seeds = [seed + row for row in self.rows]
-            return noise_ahead(seeds, after, num, whole, device)[..., :size]
+            return self.sampler.noise_from(after, num, whole, device, self.rows)[..., :size]
         roots = torch.tensor(after, device=device) - 1
         return draft_noise(seed, roots, num, size, self.rows)
 

@@ -6,8 +6,9 @@ whole tree. Sequential heads (Hydra, Ankner et al., arXiv:2402.05109; Markov; MT
 drafted before their own, so that the same rank under two parents is two different tokens: each head
 runs once per level, for all nodes of that level that have children, in all rows together.
 
-The best guesses at a node are its children, so no two siblings are equal. Guesses are a function of
-the prefix, and sample-and-walk stays exact.
+The best guesses at a node are its children, so no two siblings are equal. Where the base model
+draws, the best are those by the heads' logits with the noise of its own draws at that position
+(:class:`Draws`). Guesses are a function of prefix and seed, and sample-and-walk stays exact.
 """
 
 from __future__ import annotations
@@ -42,6 +43,45 @@ if TYPE_CHECKING:
     from specheads.models.base import Embed
     from specheads.models.kinds import HeadCache, Heads, Walk
     from specheads.models.output import OutputLayer
+    from specheads.verification.sampling import Sampler
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The base model's draws ahead of some texts, which guesses follow at temperatures above 0.
+
+    A draw is the best of logits with Gumbel noise that belongs to a position. With the same noise
+    on the heads' logits both take the same token with a probability of at least
+    (1 - TV) / (1 + TV), TV being the distance of the two distributions (Daliri et al.,
+    arXiv:2408.07978), where without it the best guess is drawn as often as it is likely.
+
+    Attributes:
+        sampler: how the base model's tokens are drawn.
+        vocab_size: V of the base model.
+        rows: [B], which rows of the batch these are, for their seeds.
+        lengths: [B], tokens of each text, the root included: where the first guess stands.
+    """
+
+    sampler: Sampler
+    vocab_size: int
+    rows: list[int]
+    lengths: list[int]
+
+    def follow(self, logits: Tensor, depth: int, kept: Tensor | None) -> Tensor:
+        """Return what draws at one depth of the trees would be the best of.
+
+        Args:
+            logits: [B, ..., V'], of the heads.
+            depth: of the nodes whose children are guessed.
+            kept: [V'], the tokens that the heads can guess; None for all.
+
+        Returns:
+            As the logits, float32.
+        """
+        starts = [length + depth for length in self.lengths]
+        noise = self.sampler.noise_from(starts, 1, self.vocab_size, logits.device, self.rows)[:, 0]
+        noise = noise[:, : logits.shape[-1]] if kept is None else noise[:, kept]
+        return self.sampler.warp(logits) + noise.view(len(noise), *[1] * (logits.dim() - 2), -1)
 
 
 @dataclass(frozen=True)
@@ -54,12 +94,14 @@ class HeadsState:
             of MTP heads [K, B, d], what each of their layers makes of it.
         predict: the heads as they were when the text began.
         memory: what layers of the heads remember of the text, if they have any that attend.
+        draws: those that guesses follow; None where the base model does not draw.
     """
 
     root: Tensor
     hidden: Tensor
     predict: Any
     memory: HeadCache | None = None
+    draws: Draws | None = None
 
 
 class HeadsDrafter:
@@ -130,20 +172,24 @@ class HeadsDrafter:
 
     def start(self, prefill: Prefill) -> HeadsState:
         """Start behind the prompt: from its last hidden state, or all where heads attend."""
-        predict, root = self.steps(), prefill.root
+        predict, root, draws = self.steps(), prefill.root, None
+        if prefill.sampler.temperature > 0 and prefill.lossless:
+            size = max(prefill.vocab_size, self.heads.vocab_size)
+            lengths = [len(ids) + 1 for ids in prefill.ids]
+            draws = Draws(prefill.sampler, size, [*range(len(lengths))], lengths)
         if isinstance(self.shape, Tree):
             self.shape = self.shape.to(root.device)
         memory = self.heads.memory(len(prefill.num_tokens), self.embed)
         if memory is None:
             last_hidden = prefill.last_hidden(*self.taps).to(self.device)
-            return HeadsState(root, last_hidden, predict)
+            return HeadsState(root, last_hidden, predict, None, draws)
         ahead = prefill.tokens.roll(-1, dims=1).to(self.device)
         rows = torch.arange(len(ahead), device=self.device)
         last = torch.tensor(prefill.num_tokens, device=self.device) - 1
         ahead[rows, last] = root.to(self.device)
         hidden = side_by_side(prefill.hidden, self.taps).to(self.device)
         memory, last_hidden = memory.append(hidden, prefill.num_tokens, ahead)
-        return HeadsState(root, last_hidden, predict, memory)
+        return HeadsState(root, last_hidden, predict, memory, draws)
 
     @torch.no_grad()
     def propose(self, state: HeadsState) -> Candidates:
@@ -174,12 +220,21 @@ class HeadsDrafter:
         last = hidden[:, 0]
         if memory is not None:
             memory, last = memory.append(hidden, counts, pad_rows(result.new_tokens, self.device))
-        return replace(state, root=result.next_root, hidden=last, memory=memory)
+        draws = state.draws
+        if draws is not None:
+            lengths = [n + count for n, count in zip(draws.lengths, counts, strict=True)]
+            draws = replace(draws, lengths=lengths)
+        return replace(state, root=result.next_root, hidden=last, memory=memory, draws=draws)
 
     def select(self, state: HeadsState, rows: Tensor) -> HeadsState:
         """Keep some rows."""
+        draws, kept = state.draws, rows.tolist()
+        if draws is not None:
+            parts = ([each[i] for i in kept] for each in (draws.rows, draws.lengths))
+            draws = Draws(draws.sampler, draws.vocab_size, *parts)
         return replace(
             state,
+            draws=draws,
             root=state.root[rows],
             hidden=state.hidden.index_select(-2, rows.to(self.device)),
             memory=None if state.memory is None else state.memory.select(rows),
@@ -196,6 +251,8 @@ class HeadsDrafter:
         for number, level in enumerate(self._levels, start=1):
             # parallel heads have one level, in which all of them guess
             logits = walk.logits() if walk else state.predict(state.hidden)[: self.max_depth]
+            if state.draws is not None:
+                logits = self._following(state.draws, logits, walk.depth if walk else None)
             best = logits.topk(level.num_ranks, dim=-1).indices
             best = (best if walk else best.transpose(0, 1)).flatten(1)
             tokens = self.heads.token_ids(best.index_select(1, level.slots))
@@ -207,6 +264,8 @@ class HeadsDrafter:
     def _grow_at_once(self, state: HeadsState) -> tuple[RowTrees, Tensor]:
         """Grow trees of parallel heads; return them and the guesses [B, N - 1]."""
         logits = state.predict(state.hidden)[: self.max_depth].float()
+        if state.draws is not None:
+            logits = self._following(state.draws, logits, None)
         if self._scales is not None:
             logits = logits * self._scales[: self.max_depth, None, None]
         log_probs, places = best_guesses(logits, self.num_ranks)  # [D, B, R]
@@ -223,7 +282,7 @@ class HeadsDrafter:
         """Grow trees of sequential heads; return them and the guesses [B, N - 1]."""
         walk, roots = self._walk(state), state.root
         if not on_host(state.hidden.device):
-            above, guesses, _ = self.grow(walk)
+            above, guesses, _ = self.grow(walk, state.draws)
             tree = RowTrees.from_parents(above.to(roots.device), self.max_depth)
             return tree, guesses[:, 1:]
 
@@ -231,7 +290,7 @@ class HeadsDrafter:
             if nodes is not None:
                 table = torch.tensor(nodes)
                 walk.descend(table[..., 1], table[..., 0])
-            return self._guesses(walk)
+            return self._guesses(walk, state.draws)
 
         limits = [self.max_depth] * len(roots)
         rows = grow_on_host(ask, roots.tolist(), limits, self.num_nodes, self.width)
@@ -239,8 +298,12 @@ class HeadsDrafter:
         return tree, torch.tensor([tokens[1:] for tokens, _ in rows])
 
     @torch.no_grad()
-    def grow(self, walk: Walk) -> tuple[Tensor, Tensor, Tensor]:
+    def grow(self, walk: Walk, draws: Draws | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Grow trees from sequential heads at the roots; nothing waits for the device.
+
+        Args:
+            walk: the heads there.
+            draws: what guesses follow.
 
         Returns:
             Parents, tokens and values, see :func:`specheads.drafters.growing.grow`.
@@ -249,14 +312,23 @@ class HeadsDrafter:
         def ask(nodes: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
             if nodes is not None:
                 walk.descend(*nodes)
-            return self._guesses(walk)
+            return self._guesses(walk, draws)
 
         roots = walk.tokens[:, 0]
         return grow(ask, roots, self.num_nodes, self.max_depth, self.width)
 
-    def _guesses(self, walk: Walk) -> tuple[Tensor, Tensor]:
+    def _following(self, draws: Draws, logits: Tensor, depth: int | None) -> Tensor:
+        """Return logits [B, n, V'] of one depth, or [D, B, V'] of all, with the draws' noise."""
+        kept = self.heads.token_map
+        if depth is not None:
+            return draws.follow(logits, depth, kept)
+        return torch.stack([draws.follow(each, i, kept) for i, each in enumerate(logits)])
+
+    def _guesses(self, walk: Walk, draws: Draws | None) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and token ids of the best guesses at the nodes, [B, n, R]."""
         logits = walk.logits().float()
+        if draws is not None:
+            logits = self._following(draws, logits, walk.depth)
         if self._scales is not None:
             logits = logits * self._scales[walk.depth]
         log_probs, places = best_guesses(logits, self.num_ranks)

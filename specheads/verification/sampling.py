@@ -275,14 +275,36 @@ class Sampler:
         if self.temperature == 0:
             return logits
         starts = [root + 1 for root in root_positions]
-        numbers = range(len(starts)) if rows is None else rows
-        seeds = [self.seeds[row] if self.seeds else self.seed + row for row in numbers]
         num, vocab_size = tree.max_depth + 1, logits.shape[-1]
-        noise = noise_ahead(seeds, starts, num, vocab_size, logits.device)
+        noise = self.noise_from(starts, num, vocab_size, logits.device, rows)
         if isinstance(tree, Tree):
             return self.warp(logits) + noise[:, tree.depths]
         each = torch.arange(len(noise), device=logits.device)[:, None]
         return self.warp(logits) + noise[each, tree.depths]
+
+    def noise_from(
+        self,
+        starts: Sequence[int],
+        num: int,
+        vocab_size: int,
+        device: torch.device,
+        rows: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return the noise of the draws at ``num`` positions from each row's start on.
+
+        Args:
+            starts: [B], the first position of each row.
+            num: positions per row.
+            vocab_size: V.
+            device: of the noise.
+            rows: [B], which rows of the batch these are, for their seeds; 0 to B - 1 if None.
+
+        Returns:
+            [B, num, V] float32.
+        """
+        numbers = range(len(starts)) if rows is None else rows
+        seeds = [self.seeds[row] if self.seeds else self.seed + row for row in numbers]
+        return noise_ahead(seeds, starts, num, vocab_size, device)
 
     def near_ties(self, logits: Tensor, scores: Tensor, *, rounding: float = ROUNDING) -> Tensor:
         """Tell where rounding might change a draw: the two best scores are closer than it.

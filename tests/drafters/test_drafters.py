@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from specheads.attention.tree import Tree, default_tree
+from specheads.attention.tree import RowTrees, Tree, default_tree
 from specheads.drafters.contract import FINAL, Prefill, StepResult
-from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.growing import Grown
+from specheads.drafters.heads import HeadsDrafter, HeadsState
 from specheads.drafters.lookup import NgramDrafter
-from specheads.models.heads import MedusaHeads
+from specheads.models.heads import MedusaHeads, pruned_heads
 from specheads.models.output import OutputLayer, output_layer
+from specheads.verification.sampling import Sampler, gumbel_noise
 
 
 def result_of(tokens: list[int], tree: Tree | None = None, **changes: object) -> StepResult:
@@ -67,6 +71,59 @@ def test_each_node_holds_its_heads_guess(lm_head: str, num_layers: int) -> None:
     for node in range(1, tree.num_nodes):
         expected = order[int(tree.depths[node]) - 1, :, int(tree.ranks[node])]
         assert candidates.tokens[:, node].equal(expected)
+
+
+@pytest.mark.parametrize("kept", [None, (1, 4, 5, 9, 20, 21, 30)])
+@pytest.mark.parametrize("shape", [default_tree(3, 12), Grown(2)])
+@torch.no_grad()
+def test_guesses_follow_the_noise_of_the_base_models_draws(
+    shape: Tree | Grown, kept: tuple[int, ...] | None
+) -> None:
+    """Prevents noise of another position, row or token, which shows only as fewer tokens a step."""
+    heads = random_heads("own", 1)
+    if kept is not None:
+        heads = pruned_heads(heads, torch.tensor(kept))
+    output, sampler = OutputLayer(nn.Linear(16, 40)), Sampler(0.8, top_k=30, seed=5)
+    ids, hidden = [[3] * 5, [4] * 3], torch.randn(2, 5, 16)
+    tokens, root = torch.tensor([[3] * 5, [4] * 3 + [0] * 2]), torch.tensor([7, 8])
+    read = Prefill(ids, tokens, [5, 3], {FINAL: hidden}, root, sampler, 40)
+    drafter = HeadsDrafter(heads, output, shape)
+    state = drafter.start(read)
+    check_first_guesses(drafter, state, [(0, 6), (1, 4)], kept)
+    new = [[1, 2], [3, 4, 5]]
+    accepted = torch.tensor([[0, 1, -1], [0, 1, 2]])
+    result = result_of(
+        new[0], tree=Tree.chain(2), hidden={FINAL: torch.randn(2, 3, 16)}, path=accepted,
+        num_accepted=torch.tensor([1, 2]), next_root=torch.tensor([2, 5]), new_tokens=new,
+    )  # fmt: skip
+    state = drafter.observe(state, result)
+    check_first_guesses(drafter, state, [(0, 8), (1, 7)], kept)
+    check_first_guesses(drafter, drafter.select(state, torch.tensor([1])), [(1, 7)], kept)
+    assert drafter.start(replace(read, lossless=False)).draws is None  # rules that look elsewhere
+
+
+def check_first_guesses(
+    drafter: HeadsDrafter,
+    state: HeadsState,
+    places: list[tuple[int, int]],
+    kept: tuple[int, ...] | None,
+) -> None:
+    """Compare the best guess of each depth with the draw at (row, position of the first guess)."""
+    candidates = drafter.propose(state)
+    logits = drafter.heads.logits(state.hidden, drafter.output)  # [K, B, V']
+    sampler = Sampler(0.8, top_k=30, seed=5)
+    for depth in range(1, candidates.tree.max_depth + 1):
+        node = depth if isinstance(candidates.tree, RowTrees) else first_of(candidates.tree, depth)
+        for i, (row, first) in enumerate(places):
+            noise = gumbel_noise(5 + row, torch.tensor([[first + depth - 1]]), 40)[0, 0]
+            allowed = torch.arange(40) if kept is None else torch.tensor(kept)
+            scores = sampler.warp(logits[depth - 1, i]) + noise[allowed]
+            assert int(candidates.tokens[i, node]) == int(allowed[scores.argmax()])
+
+
+def first_of(tree: Tree, depth: int) -> int:
+    """Return the node of best guesses at a depth."""
+    return tree.choices.index((0,) * depth) + 1
 
 
 @torch.no_grad()
