@@ -83,6 +83,11 @@ class Draws:
         noise = noise[:, : logits.shape[-1]] if kept is None else noise[:, kept]
         return self.sampler.warp(logits) + noise.view(len(noise), *[1] * (logits.dim() - 2), -1)
 
+    def select(self, kept: Sequence[int]) -> Draws:
+        """Keep some texts."""
+        rows, lengths = ([each[i] for i in kept] for each in (self.rows, self.lengths))
+        return replace(self, rows=rows, lengths=lengths)
+
 
 @dataclass(frozen=True)
 class HeadsState:
@@ -228,13 +233,9 @@ class HeadsDrafter:
 
     def select(self, state: HeadsState, rows: Tensor) -> HeadsState:
         """Keep some rows."""
-        draws, kept = state.draws, rows.tolist()
-        if draws is not None:
-            parts = ([each[i] for i in kept] for each in (draws.rows, draws.lengths))
-            draws = Draws(draws.sampler, draws.vocab_size, *parts)
         return replace(
             state,
-            draws=draws,
+            draws=None if state.draws is None else state.draws.select(rows.tolist()),
             root=state.root[rows],
             hidden=state.hidden.index_select(-2, rows.to(self.device)),
             memory=None if state.memory is None else state.memory.select(rows),

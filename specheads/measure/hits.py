@@ -26,7 +26,7 @@ from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.growing import grow
-from specheads.drafters.heads import HeadsDrafter, embedding
+from specheads.drafters.heads import Draws, HeadsDrafter, embedding
 from specheads.measure.clock import Prompt, pad_left
 from specheads.measure.rows import Clocked, ratio_ci95
 from specheads.models.checkpoint import Export
@@ -50,7 +50,8 @@ class Hits:
     Position s stands for a verify step whose root is new token s. A text that was cut off tells
     nothing about tokens beyond the cut, so its last positions are left out; one that has ended
     gains nothing there, so there every guess is a miss. Sequential heads are given the tokens that
-    came: all that counts for a tree is what they guess below the accepted ones.
+    came: all that counts for a tree is what they guess below the accepted ones. Where tokens were
+    drawn, all logits have the noise of the draws, as the drafter's have.
 
     Attributes:
         ranks: [S, K] long, which guess of head d is the token that came ``d + 1`` after the root;
@@ -66,6 +67,7 @@ class Hits:
         tokens: [S, K + 1], the root and what came after it, -1 beyond the end; None for parallel
             heads.
         ahead: [P - 1 + S], of sequential MTP heads: the token after each hidden state; else None.
+        draws: of sequential heads, what guesses at the S positions follow; None of a greedy text.
     """
 
     ranks: Tensor
@@ -76,11 +78,17 @@ class Hits:
     hidden: Tensor | None = None
     tokens: Tensor | None = None
     ahead: Tensor | None = None
+    draws: Draws | None = None
 
 
 @torch.inference_mode()
 def measure_hits(
-    base: PreTrainedModel, heads: Heads, output: OutputLayer, prompt: Tensor, row: DecodedRow
+    base: PreTrainedModel,
+    heads: Heads,
+    output: OutputLayer,
+    prompt: Tensor,
+    row: DecodedRow,
+    sampler: Sampler,
 ) -> Hits:
     """Compare the heads' guesses with the tokens that came.
 
@@ -90,6 +98,7 @@ def measure_hits(
         output: its output layer.
         prompt: token ids, [1, P].
         row: what was put behind it, L new tokens.
+        sampler: how they were drawn, alone.
     """
     num_prompt, num_new, num_heads = prompt.shape[1], len(row.new_tokens), heads.num_heads
     sequence = torch.cat([prompt, prompt.new_tensor([row.new_tokens])], dim=1)  # [1, P + L]
@@ -111,6 +120,16 @@ def measure_hits(
     tokens = new[places.clamp(max=num_new - 1)]  # [S, K + 1]
     # what a head reads beyond the end is nothing that it could be asked about
     logits = heads.logits(hidden, output, tokens, embed).float()  # [K, S, V']
+    draws = None
+    if sampler.temperature > 0 and positions:
+        size = max(output.weight.shape[0], heads.vocab_size)
+        lengths = [num_prompt + 1 + root for root in range(positions)]
+        draws = Draws(sampler, size, [0] * positions, lengths)
+        noise = sampler.noise_from(lengths[:1], positions + num_heads, size, logits.device)[0]
+        if heads.token_map is not None:
+            noise = noise[:, heads.token_map]
+        ahead = torch.arange(num_heads, device=logits.device)[:, None] + roots[:, 0]
+        logits = sampler.warp(logits) + noise[ahead, : logits.shape[-1]]
     # in the order of the drafter's own top-k, for equal logits are common in bfloat16
     best = logits.topk(min(NUM_RANKS, logits.shape[-1]), dim=-1)
     wanted = heads.map_labels(tokens[:, 1:]).T.masked_fill(~known[:, 1:].T, -1)  # [K, S]
@@ -125,7 +144,7 @@ def measure_hits(
     found = Hits(ranks, values, came, norms, row.finished)
     if not heads.sequential:
         return found
-    found = replace(found, tokens=tokens.masked_fill(~known, -1).cpu())
+    found = replace(found, tokens=tokens.masked_fill(~known, -1).cpu(), draws=draws)
     if not heads.walks_text:
         return replace(found, hidden=hidden.cpu())
     end = start + positions  # they read more than one hidden state
@@ -150,10 +169,14 @@ class Texts:
     temperatures: Sequence[float] = (0.0, 1.0)
     seed: int = 0
 
+    def sampler(self, temperature: float, number: int) -> Sampler:
+        """Return how a prompt is continued at a temperature."""
+        return Sampler(temperature=temperature, seed=self.seed + number)
+
     def decode(
         self, base: PreTrainedModel, drafter: Drafter | None, progress: Progress
-    ) -> Iterator[tuple[int, DecodedRow]]:
-        """Yield the number of a prompt and what came of it, for all texts.
+    ) -> Iterator[tuple[int, float, DecodedRow]]:
+        """Yield the number of a prompt, the temperature and what came of it, for all texts.
 
         Args:
             base: base model.
@@ -169,10 +192,11 @@ class Texts:
                     input_ids,
                     attention_mask=attention_mask,
                     max_new_tokens=self.max_new_tokens,
-                    sampler=Sampler(temperature=temperature, seed=self.seed + first),
+                    sampler=self.sampler(temperature, first),
                     eos_token_ids=tuple(self.eos_token_ids),
                 )
-                yield from enumerate(result.rows, start=first)
+                for number, row in enumerate(result.rows, start=first):
+                    yield number, temperature, row
 
 
 def collect_hits(
@@ -198,8 +222,9 @@ def collect_hits(
     if not texts.prompts:
         raise ValueError("prompts must hold at least 1 prompt, got 0")
     found: list[list[Hits]] = [[] for _ in texts.prompts]
-    for number, row in texts.decode(base, None, progress):
-        found[number].append(measure_hits(base, heads, output, texts.prompts[number], row))
+    for number, temperature, row in texts.decode(base, None, progress):
+        of_text = texts.prompts[number], row, texts.sampler(temperature, number)
+        found[number].append(measure_hits(base, heads, output, *of_text))
     found = [of_prompt for of_prompt in found if of_prompt]
     if not any(len(text.ranks) for of_prompt in found for text in of_prompt):
         if all(text.ended for of_prompt in found for text in of_prompt):
@@ -385,8 +410,10 @@ def measure_accuracy(
         if size > 1:
             continue
         hits, counted = [], []
-        for prompt, text in zip(prompts, runs["plain"].decoded, strict=True):
-            asked = measure_hits(base, heads, output, prompt.input_ids, text)
+        texts = zip(prompts, runs["plain"].decoded, strict=True)
+        for number, (prompt, text) in enumerate(texts):  # each was drawn with its number as seed
+            drawn = Sampler(temperature, seed=number)
+            asked = measure_hits(base, heads, output, prompt.input_ids, text, drawn)
             hits.append([asked])
             counted.append(came_after(len(asked.ranks), heads.num_heads, len(text.new_tokens)))
         ranks = torch.cat([asked.ranks for (asked,) in hits])
@@ -511,7 +538,8 @@ def grown_sizes(hits: Hits, drafter: HeadsDrafter) -> Tensor:
     found = torch.full_like(hits.ranks, MISS)
     depth = drafter.max_depth
     for chunk, walk in _walks(hits, drafter):
-        parents, guesses, values = (each.cpu() for each in drafter.grow(walk))
+        draws = None if hits.draws is None else hits.draws.select(chunk.tolist())
+        parents, guesses, values = (each.cpu() for each in drafter.grow(walk, draws))
         came = hits.tokens[chunk, 1 : depth + 1]
         found[chunk, :depth] = _sizes_needed(parents, values, guesses, came)
     return found
@@ -652,7 +680,7 @@ def decoded_gains(
         progress: wraps the batches of prompts, to show a bar.
     """
     tokens, steps = torch.zeros(2, len(texts.prompts), 1, dtype=torch.long)
-    for number, row in texts.decode(base, drafter, progress):
+    for number, _, row in texts.decode(base, drafter, progress):
         root = 0
         known = texts.max_new_tokens - (0 if row.finished else num_heads + 1)
         for length in row.accept_lengths:

@@ -46,7 +46,7 @@ from specheads.models.blocks import prefix_sizes
 from specheads.models.checkpoint import Export
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from specheads.verification.sampling import Sampler
+from specheads.verification.sampling import Sampler, gumbel_noise
 from tests.conftest import Medusa
 from tests.conftest import three_prompts as prompts
 from tests.enumeration import replay
@@ -115,7 +115,7 @@ def compare_with_decoding(
             eos = (text.new_tokens[-1],)
         plain = plain_decode(base, prompt, max_new_tokens=24, sampler=sampler, eos_token_ids=eos)
         assert plain.finished is ends
-        found = measure_hits(base, heads, output, prompt, plain.rows[0])
+        found = measure_hits(base, heads, output, prompt, plain.rows[0], sampler)
         if ends:  # the last step's root comes before the end, and nothing comes after that
             assert found.came[-1, 1:].isnan().all() and (found.ranks[-1, 1:] == MISS).all()
         largest = dynamic_drafter(base, heads, output, 20, temperatures=scales)
@@ -357,7 +357,7 @@ def test_shares_are_those_of_asking_every_position(
     assert measured["temperature"] == 0.7
     hits = [[0] * 10 for _ in range(NUM_HEADS)]
     counts = [0] * NUM_HEADS
-    for prompt, text in zip(prompts, texts, strict=True):
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         whole = prompt.input_ids[0].tolist() + text.new_tokens
         start = prompt.input_ids.shape[1]
         # a text that was cut off hides what its last steps would have gained
@@ -371,7 +371,9 @@ def test_shares_are_those_of_asking_every_position(
                 if root + head + 1 >= len(whole):
                     continue
                 counts[head] += 1
-                order = logits[head].argsort(descending=True)[:10].tolist()
+                noise = gumbel_noise(number, torch.tensor([[root + head + 1]]), logits.shape[-1])
+                guesses = logits[head] / 0.7 + noise[0, 0]  # what the drafter guesses there
+                order = guesses.argsort(descending=True)[:10].tolist()
                 came = whole[root + head + 1]
                 for k in range(10):
                     hits[head][k] += came in order[: k + 1]

@@ -22,7 +22,7 @@ from specheads.measure.hits import Texts, dynamic_sizes, fit_temperatures, measu
 from specheads.models.base import input_embedding
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import TRUNK, capture_hidden, output_layer
-from specheads.verification.sampling import Sampler
+from specheads.verification.sampling import Sampler, gumbel_noise
 from tests.enumeration import replay
 from tests.zoo import VOCAB, build
 
@@ -98,7 +98,13 @@ class Slow:
         roots = torch.tensor([text[-1] for text in self.texts])
         slow = self.fast.propose(replace(state, hidden=hidden, root=roots))
         if isinstance(slow.tree, Tree):
-            order = self.heads.logits(hidden, self.fast.output).argsort(-1, descending=True)
+            logits = self.heads.logits(hidden, self.fast.output)  # [K, B, V]
+            if state.draws is not None:
+                sampler, starts = state.draws.sampler, torch.tensor([*map(len, self.texts)])
+                after = starts[:, None] + torch.arange(len(logits))
+                noise = gumbel_noise(sampler.seed, after, logits.shape[-1], state.draws.rows)
+                logits = logits / sampler.temperature + noise.transpose(0, 1)
+            order = logits.argsort(-1, descending=True)
             for node in range(1, slow.tree.num_nodes):
                 head, rank = int(slow.tree.depths[node]) - 1, int(slow.tree.ranks[node])
                 assert slow.tokens[:, node].equal(order[head, :, rank])
@@ -172,7 +178,7 @@ def test_hits_are_what_decoding_gains(variant: str, temperature: float, ends: bo
     plain = plain_decode(base, prompt, max_new_tokens=30, sampler=sampler)
     eos = (plain.new_tokens[20],) if ends else ()
     plain = plain_decode(base, prompt, max_new_tokens=30, sampler=sampler, eos_token_ids=eos)
-    found = measure_hits(base, heads, output, prompt, plain.rows[0])
+    found = measure_hits(base, heads, output, prompt, plain.rows[0], sampler)
     assert found.hidden is None and (found.ranks[:, 0] < 3).any()
     drafter = static_drafter(base, heads, output, TREE)
     settings: dict[str, Any] = {"sampler": sampler, "max_new_tokens": 30, "eos_token_ids": eos}
