@@ -27,7 +27,7 @@ from specheads.attention.tree import Tree
 from specheads.config.training import LossConfig
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult
-from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.heads import Draws, HeadsDrafter
 from specheads.drafters.lookup import NgramDrafter
 from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import Export, load_export, save_export
@@ -166,15 +166,20 @@ def choice_gap(export: Export, case: dict[str, Any], new: list[int]) -> float:
 def guess_gap(export: Export, case: dict[str, Any]) -> tuple[DecodeResult, float]:
     """Decode a case by its heads; return the result, and how clearly their guesses were ranked."""
     drafter, gaps = make_drafter(export, "heads"), list[float]()
-    predict = export.heads.snapshot(output_layer(export.base))
+    predict, follow = export.heads.snapshot(output_layer(export.base)), Draws.follow
 
-    def watched(hidden: Tensor) -> Tensor:
-        logits = predict(hidden)
+    def watch(logits: Tensor) -> Tensor:
         best = logits.topk(TREE.max_rank + 2, dim=-1).values
         gaps.append(float((best[..., :-1] - best[..., 1:]).min()))
         return logits
 
-    with patch.object(export.heads, "snapshot", lambda output: watched):
+    # what is ranked: logits as they are, or with the noise of the draws that they follow
+    if case["temperature"]:
+        watched = patch.object(Draws, "follow", lambda *given: watch(follow(*given)))
+    else:
+        snapshot = lambda output: lambda hidden: watch(predict(hidden))  # noqa: E731
+        watched = patch.object(export.heads, "snapshot", snapshot)
+    with watched:
         result = decode_case(export, case, drafter)
     return result, min(gaps)
 
