@@ -153,7 +153,7 @@ def _walk_down(
     scored = chooser.at_nodes(candidates, logits, rows)
     follow = follow_on_host if logits.device.type == "cpu" else follow_on_device
     while True:
-        base_tokens = scored.scores.argmax(-1)
+        base_tokens = scored.best()
         near_ties = partial(chooser.near_ties, logits, scored, rows)
         followed, tied = follow(candidates, base_tokens, near_ties)
         unsettled = [i for i, going in enumerate(rows.going) if going and 1 in tied[i]]

