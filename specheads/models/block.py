@@ -43,7 +43,7 @@ from specheads.models.head_cache import Slots, rotated
 from specheads.models.heads import Steps
 from specheads.models.kinds import Begin, Heads
 from specheads.models.output import FINAL, LAYER, OutputLayer, final_norm, num_layers
-from specheads.models.packed import kept_product, product
+from specheads.models.packed import KeptProduct, product
 from specheads.system.errors import at_least, check, one_of
 
 FORMS = ("joined", "published")
@@ -295,7 +295,7 @@ class BlockHeads(nn.Module, Heads):
         self.output = nn.ModuleDict(
             {name: nn.Linear(*size, bias=False) for name, size in own.items()}
         )
-        self._product = kept_product()
+        self._product = KeptProduct()
         self.markov: Markov | None = None
         if markov_rank:  # published tables have a row for every token
             narrow = form.form == "joined" and pruned
@@ -524,8 +524,7 @@ class BlockHeads(nn.Module, Heads):
             return cast(Tensor, matrix.weight)
         if self.token_map is None:
             return base_weight
-        # of a whole table, indexing takes seven times as long on a CPU
-        return base_weight.index_select(0, self.token_map.to(base_weight.device))
+        return base_weight[self.token_map.to(base_weight.device)]
 
     def head(self, i: int) -> SimpleNamespace:
         """Return what a walk asks of head ``i`` beyond its product."""
@@ -534,7 +533,9 @@ class BlockHeads(nn.Module, Heads):
     @torch.no_grad()
     def own_products(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
         """Return a function from what ``contextual`` makes [K, ..., d] to products [K, ..., V']."""
-        return torch.no_grad()(self._product(self.shared_rows(output.weight)))
+        own = "shared" not in self.lm_head
+        weight = self.shared_rows(output.weight) if own else output.weight
+        return torch.no_grad()(self._product.of(weight, None if own else self.token_map))
 
     def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
         """Return how a step is begun from what the cache last returned; for a Markov correction.

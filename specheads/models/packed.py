@@ -27,6 +27,8 @@ MOST_ROWS = 256
 _SMALL = 16**3
 # What oneDNN is told of the number of rows, which decides the layout; others may follow.
 _FEW_ROWS = 16
+# how often a module was told that it will learn: what was made of its weights is then void
+_num_dropped = 0
 
 
 class PackedLinear(nn.Linear):
@@ -49,7 +51,7 @@ class PackedLinear(nn.Linear):
             return super().forward(input)
         if input.dtype != weight.dtype or not _is_ours(weight):
             return super().forward(input)
-        state = weight.data_ptr(), weight._version
+        state = _state(weight)
         if self._packed is None or self._packed[0] != state:
             if input.numel() > MOST_ROWS * self.in_features:
                 return super().forward(input)
@@ -82,6 +84,8 @@ def pack_linears(module: nn.Module) -> None:
 
 def drop_packed(module: nn.Module) -> None:
     """Forget what was laid out of the module's layers: it may change and be frozen again."""
+    global _num_dropped
+    _num_dropped += 1
     for part in module.modules():
         if isinstance(part, PackedLinear):
             part._packed = None
@@ -100,23 +104,32 @@ def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: _multiplied(x.to(weight.dtype), packed, None)
 
 
-def kept_product() -> Callable[[Tensor], Callable[[Tensor], Tensor]]:
-    """Return a function that does what :func:`product` does, and once for weights that are equal.
+class KeptProduct:
+    """The :func:`product` with a weight, or some of its rows, made once while it stays as it is.
 
-    Training writes weights in ways that no counter sees: they are compared, which takes a tenth of
-    laying them out.
+    As in :class:`PackedLinear`, a weight that learns is laid out anew for every text.
     """
-    known: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []
 
-    def made(weight: Tensor) -> Callable[[Tensor], Tensor]:
-        if known and known[0][0].dtype == weight.dtype and known[0][0].device == weight.device:
-            if torch.equal(known[0][0], weight):
-                return known[0][1]
-        copy = weight.detach().clone()
-        known[:] = [(copy, product(copy))]
-        return known[0][1]
+    def __init__(self) -> None:
+        self._of: tuple[Tensor, Tensor | None, list[Any]] | None = None
+        self._made: Callable[[Tensor], Tensor]
 
-    return made
+    def of(self, weight: Tensor, rows: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        """Return the map with ``weight`` [out, in], or with its rows ``rows``."""
+        sources = [weight] if rows is None else [weight, rows]
+        learns = any(each.requires_grad or each.is_inference() for each in sources)
+        state = [] if learns else [_num_dropped, *map(_state, sources)]
+        known = self._of
+        if known is None or known[0] is not weight or known[1] is not rows or known[2] != state:
+            # of a whole table, indexing takes seven times as long on a CPU
+            chosen = weight if rows is None else weight.index_select(0, rows.to(weight.device))
+            self._made = product(chosen)
+            self._of = None if learns else (weight, rows, state)
+        return self._made
+
+    def __reduce__(self) -> Any:
+        """Return what copies are made by: they know nothing yet."""
+        return KeptProduct, ()
 
 
 def _laid_out(weight: Tensor) -> Tensor:
@@ -127,6 +140,11 @@ def _laid_out(weight: Tensor) -> Tensor:
 def _multiplied(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     made: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return made
+
+
+def _state(weight: Tensor) -> tuple[int, int]:
+    """Return what changes where a tensor is moved or written to, but by a fused optimizer's step."""
+    return weight.data_ptr(), weight._version
 
 
 def _has_kernel() -> bool:
