@@ -142,6 +142,13 @@ def test_near_ties_are_as_wide_as_the_temperature_among_the_processors() -> None
         assert chooser.near_ties(logits[None], scored, rows, path).tolist() == [[tied]]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_first_of_equal_scores_is_chosen_as_by_argmax(dtype: torch.dtype) -> None:
+    """In 16 bits equal best scores are common: another one of them is another text."""
+    scores = torch.randint(-3, 4, (4, 7, 5000)).to(dtype)
+    assert Scored(scores, scores, scores).best().equal(scores.argmax(-1))
+
+
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_scores_and_logits_are_those_of_transformers(llama: PreTrainedModel, num_rows: int) -> None:
     """Prevents scores with noise, of another node, or of a finished row's neighbour."""

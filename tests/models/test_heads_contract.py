@@ -189,6 +189,9 @@ def test_places_and_tokens_are_inverse(heads: Heads) -> None:
     assert heads.map_labels(tokens).equal(places)
     full = heads.full_logits(places.float())
     assert full.shape == (heads.vocab_size,) and full[tokens].equal(places.float())
+    if heads.token_map is not None:  # another choice of tokens, in another order
+        heads.token_map.copy_(heads.token_map.flip(0))
+        assert heads.map_labels(heads.token_ids(places)).equal(places)
 
 
 def test_decoding_is_plain_decoding(tiny_llama: LlamaForCausalLM, heads: Heads) -> None:

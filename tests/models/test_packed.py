@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from specheads.models import adapters, packed
 from specheads.models.blocks import ZeroLinear
-from specheads.models.packed import PackedLinear, pack_linears, product
+from specheads.models.packed import KeptProduct, PackedLinear, pack_linears, product
 
 pytestmark = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here"
@@ -144,3 +144,38 @@ def test_a_product_alone_is_the_layers(dtype: torch.dtype) -> None:
     expected = nn.functional.linear(x.to(dtype).double(), weight.double())
     assert torch.allclose(product(weight)(x).double(), expected, rtol=1e-2, atol=1e-2)
     assert torch.allclose(product(weight.t().contiguous().t())(x).double(), expected, atol=1e-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "change", [_in_place, _replaced, _loaded, _stepped, _stepped_and_frozen, _wider]
+)
+def test_a_kept_product_is_that_of_the_weight_as_it_is(
+    change: Callable[[nn.Linear], None], dtype: torch.dtype
+) -> None:
+    """Prevents heads from guessing with rows of the matrix that the base had before training."""
+    torch.manual_seed(0)
+    layer, rows = nn.Linear(96, 160, bias=False, dtype=dtype), torch.arange(0, 160, 2)
+    layer.requires_grad_(False)
+    kept, x = KeptProduct(), torch.randn(5, 1, 96)
+
+    def right() -> bool:
+        expected = nn.functional.linear(x.double(), layer.weight.detach()[rows].double())
+        found = kept.of(layer.weight, rows)(x).double()
+        return torch.allclose(found, expected, rtol=2e-2, atol=1e-1)
+
+    assert right() and right()
+    change(layer)
+    assert right()
+    rows.add_(1)
+    assert right()
+
+
+def test_a_product_is_kept_and_not_copied() -> None:
+    """Prevents laying out megabytes for every text, and heads' copies that share what one made."""
+    weight, rows = torch.randn(160, 96, dtype=torch.bfloat16), torch.arange(80)
+    kept = KeptProduct()
+    made = kept.of(weight, rows)
+    assert kept.of(weight, rows) is made
+    assert kept.of(weight) is not made
+    assert copy.deepcopy(kept).of(weight, rows) is not made
