@@ -44,7 +44,7 @@ FEW = 24  # three questions of each kind
 LINE_EVERY = 10.0  # seconds
 JUDGED = 8  # texts of each temperature along which rounding is measured
 # what a question costs in plain texts, where it was not measured yet: guesses on the safe side
-JUDGING, FLOAT32, ROUNDING, SPEC_BENCH, OWN = 1.0, 3.2, 0.9, 1.9, 3.6
+JUDGING, FLOAT32, ROUNDING, ALIKE, SPEC_BENCH, OWN = 1.0, 3.2, 0.9, 2.4, 1.9, 3.6
 
 
 @dataclass
@@ -219,12 +219,14 @@ class Contestants:
     quoted: str
 
     @staticmethod
-    def load(given: Settings, dtype: str, file: Path, number: int) -> "Contestants":
+    def load(
+        given: Settings, dtype: str, file: Path, number: int, *, same_rounding: bool = False
+    ) -> "Contestants":
         """Load the model in ``dtype``, and ``number`` questions of ``file``."""
         subject = load_subject(given.checkpoint, base=given.base or None, dtype=dtype)
         limit, export, decode = given.max_new_tokens, subject.export, DecodeConfig()
         prompts, digest = prompts_of(subject.base, subject.tokenizer, file, number, limit)
-        contest = Contest.of(subject, limit)
+        contest = Contest.of(subject, limit, same_rounding=same_rounding)
         copying, both = replace(decode, drafter="suffix"), ["heads+suffix"] * bool(export)
         asked = asked_for(copying, both, has_heads=bool(export))
         quoted = quoted_method(export, decode, asked)
@@ -370,6 +372,25 @@ def plain_against_itself(
     ]
 
 
+def same_rounding(one: Contestants, folder: Path, status: Status) -> dict[str, Any]:
+    """Return how many greedy texts are plain decoding's where both passes round alike, and a price.
+
+    That is how fast both are then; a few questions are answered without it too, in the same turns.
+    """
+    given, names, without = one.given, ("plain", one.quoted), " without"
+    alike = Contestants.load(given, given.dtype, QUESTIONS, len(one.prompts), same_rounding=True)
+    beside = [replace(each, name=each.name + without) for each in one.only(*names)]
+    part = Part("same rounding", alike.prompts, alike.only(*names), 0.0, beside)
+    runs, _ = part.answers(folder, status)
+    few = {name: of.only(range(one.few)) for name, of in runs.items()}
+    plain, drafted = ([row.new_tokens for row in runs[name].decoded] for name in names)
+    return {
+        "identical": sum(a == b for a, b in zip(plain, drafted, strict=True)),
+        "compared": len(plain),
+        "speed": [report.versus(few, name, name + without) for name in names],
+    }
+
+
 def spec_bench(one: Contestants, folder: Path) -> None:
     """Let the command answer three questions of a kind, each plainly and with the heads.
 
@@ -464,6 +485,7 @@ def measure(given: Settings, status: Status) -> None:
     own_file = Path(given.checkpoint) / "prompts.jsonl"
     pace = measured_pace(one, folder, status)
     later = pace * (SPEC_BENCH * one.few + OWN * one.few * own_file.is_file())
+    later += pace * ALIKE * len(one.prompts)
     status.ahead = later + pace * (ROUNDING * len(one.prompts) + FLOAT32 * one.few)
     results = the_questions(one, folder, status, pace)
 
@@ -478,6 +500,7 @@ def measure(given: Settings, status: Status) -> None:
     runs, seen = part.answers(folder, status)
     results["float32"] = exact.document({(0.0, 1): runs}, [seen])
     results["identity"]["self_test_error"]["float32"] = tree_support(exact.subject.base).error
+    results["identity"]["same_rounding"] = same_rounding(one, folder, status)
     for name, result in results.items():
         harness.write(given.out / f"{name}.json", result)
     if own_file.is_file():

@@ -69,7 +69,7 @@ def test_what_was_answered_is_not_asked_again(
     folder, turns, _ = measured
     assert turns.count("killed") == 1 and len(turns) == len(set(turns))
     parts = {name.rsplit(" ", 1)[0] for name in turns if name != "killed"}
-    assert parts == {"pace", "T=0", "T=1", "T=0.7", "float32"}
+    assert parts == {"pace", "T=0", "T=1", "T=0.7", "float32", "same rounding"}
     assert all(f"{part} 8" in turns for part in parts - {"pace"})
     with pytest.raises(SystemExit, match="holds answers of"):
         start(monkeypatch, folder, "--resume", "--max-new-tokens=4")
@@ -102,6 +102,9 @@ def test_the_figures_are_those_of_all_questions(
     assert exact["identical"] + exact["near_ties"] == exact["compared"] == 9
     assert found["identity"]["self_test_error"].keys() == {"bfloat16", "float32"}
     assert [of["compared"] for of in found["identity"]["plain_against_itself"]] == [9, 9]
+    alike = found["identity"]["same_rounding"]
+    assert alike["identical"] <= alike["compared"] == 9
+    assert [of["other"] for of in alike["speed"]] == ["plain without", "tree without"]
     assert composed("spec_bench", command[2:]).max_new_tokens == 3
     lines = (folder / "work" / "few.jsonl").read_text().splitlines()
     assert len({json.loads(line)["kind"] for line in lines}) == 8
