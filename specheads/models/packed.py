@@ -143,7 +143,7 @@ def _multiplied(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _state(weight: Tensor) -> tuple[int, int]:
-    """Return what changes where a tensor is moved or written to, but by a fused optimizer's step."""
+    """Return what changes where a tensor moves or is written to, but by a fused optimizer."""
     return weight.data_ptr(), weight._version
 
 
