@@ -6,8 +6,9 @@ Answers are drawn as the command draws them. A raw step is ``model(...)`` on one
 behind as many cached tokens as the rows of the run held in the mean, with the greedy choice of a
 token and nothing else; rounds of raw steps and of answers come in turn. Tokens are counted until
 the last prompt was taken: behind it rows stay empty, which thousands of prompts make nothing of;
-the whole round's are printed beside. What does not depend on the machine is printed too: passes,
-rows per step, and prompt tokens that were read and their padding.
+the whole round's are printed beside, and the share that counts prompt tokens as well. What does not
+depend on the machine is printed too: passes, rows per step, and prompt tokens that were read and
+their padding.
 """
 
 import statistics

@@ -11,6 +11,7 @@ import pytest
 
 from specheads.decoding import exported
 from specheads.decoding.costs import StepCosts
+from specheads.measure import bench
 from tests.composed import composed
 from tests.script_modules import ROOT, load_script
 
@@ -111,6 +112,26 @@ def test_the_figures_are_those_of_all_questions(
     read = render.reader(folder / "out")
     for mark in ("speeds real/bench", "kinds real/bench", "real_headline", "real_identity"):
         assert render.ABSENT not in render.rendered(mark, read)
+
+
+def test_the_same_rounding_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Texts that are equal for another reason, or a price of nothing, would pass for the cure's."""
+    asked: dict[bool, int] = {True: 0, False: 0}
+    decode = bench.decode
+
+    def noted(*args: Any, **settings: Any) -> Any:
+        asked[settings["same_rounding"]] += 1
+        return decode(*args, **settings)
+
+    monkeypatch.setattr(bench, "decode", noted)
+    monkeypatch.setattr(
+        exported, "member_costs", lambda _, names, *__, **___: [StepCosts(0.1, [1.0] * 99)] * 2
+    )
+    given = real.Settings(checkpoint=str(GOLDEN), max_new_tokens=2)
+    with real.Status(1.0) as status:
+        one = real.Contestants.load(given, "float32", real.QUESTIONS, 1)
+        real.same_rounding(one, tmp_path, status)
+    assert asked == {True: 4, False: 4}  # two methods, and once more to warm up
 
 
 def test_the_time_is_kept_to() -> None:
