@@ -431,14 +431,21 @@ def clocked_rows(
 # runs that an experiment compares
 
 
-def train(run: Path, settings: Sequence[str]) -> Path:
+def train(
+    run: Path, settings: Sequence[str], program: Sequence[str] = ("-m", "specheads.train")
+) -> Path:
     """Train into a run directory unless its export is there; return the export.
+
+    Args:
+        run: the directory.
+        settings: of the recipe.
+        program: what reads them, as arguments of Python.
 
     Raises:
         SystemExit: with the exit code of the training, if it failed.
     """
     if not (run / "export" / "config.json").is_file():
-        command = [sys.executable, "-m", "specheads.train", *settings, f"name={run.name}"]
+        command = [sys.executable, *program, *settings, f"name={run.name}"]
         command += [f"run_dir={run}", *(["resume=auto"] * (run / "config.yaml").is_file())]
         print("$", *command[1:], flush=True)
         with (run.parent / f"{run.name}.log").open("a") as log:

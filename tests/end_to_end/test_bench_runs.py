@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from tests.end_to_end.commands import start
 from tests.script_modules import load_script
 
 adaptive: Any = load_script("bench_adaptive")
+block: Any = load_script("bench_block")
 distill: Any = load_script("bench_distill")
 medusa: Any = load_script("bench_medusa")
 mtp: Any = load_script("bench_mtp")
@@ -48,6 +50,34 @@ def test_all_heads_get_the_same(tmp_path: Path) -> None:
     assert kinds["hydra"].heads.condition and kinds["markov"].heads.correction == "markov"
     assert kinds["self_distilled"].loss.base == "distill"
     assert kinds["regenerated"].data.path == str(tmp_path / "own.jsonl")
+
+
+def test_rows_of_block_heads_differ_in_one_thing(tmp_path: Path) -> None:
+    """Prevents a row whose figure is that of a second change, of more text, or of the first row."""
+    settings = {
+        row.name: asdict(composed("train", [*row.form, *block.COMMON, *row.overrides]))
+        for row in block.rows(tmp_path / "own.jsonl")
+    }
+    first = settings.pop("joined")
+    wider = {"recipe", "name", "model"}
+
+    def changed(cfg: dict[str, Any]) -> dict[str, set[str]]:
+        parts = {
+            key: {name for name in value if value[name] != first[key][name]}
+            for key, value in cfg.items()
+            if isinstance(value, dict) and key not in wider
+        }
+        assert all(cfg[key] == first[key] for key in cfg if key not in {*parts, *wider})
+        return {key: names for key, names in parts.items() if names}
+
+    found = {name: changed(cfg) for name, cfg in settings.items()}
+    assert not found.pop("random-start")  # which differs in what is run
+    assert found.pop("own-answers").keys() == {"data"}
+    adamw, published = {"optim": {"name", "lr"}}, found.pop("published")
+    assert found.pop("published-adamw") == {**published, **adamw}
+    published["heads"].remove("num_kept")  # of a matrix with rows for some tokens, which none has
+    assert published == {"heads": {"options"}} and found.pop("adamw") == adamw
+    assert all(sum(map(len, each.values())) == 1 for each in found.values())
 
 
 def test_tuning_keeps_to_the_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
