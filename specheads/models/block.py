@@ -26,7 +26,7 @@ of a row (anchors), H key heads of width h in each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -41,9 +41,10 @@ from specheads.models.base import Embed
 from specheads.models.blocks import Markov, ZeroLinear, normalised
 from specheads.models.head_cache import Slots, rotated
 from specheads.models.heads import Steps
-from specheads.models.kinds import Begin, Heads
-from specheads.models.output import FINAL, LAYER, OutputLayer, final_norm, num_layers
-from specheads.models.packed import KeptProduct, product
+from specheads.models.kinds import Begin
+from specheads.models.output import OutputLayer, num_layers
+from specheads.models.packed import product
+from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, rows_at
 from specheads.system.errors import at_least, check, one_of
 
 FORMS = ("joined", "published")
@@ -53,70 +54,28 @@ _TOGETHER = 32  # blocks of a row that attend in one call: more would mask away 
 
 
 @dataclass(frozen=True)
-class BlockForm:
-    """What a recipe says under ``heads.options``, and config.json under ``form``.
+class BlockForm(TappedForm):
+    """The form of block heads; the first attributes are those of :class:`TappedForm`.
 
     Attributes:
         form: ``joined`` or ``published``.
-        taps: numbers of the base's layers whose output is read, from 0; -1 for its final state.
-            Empty takes ``num_taps`` of them by rule.
-        num_taps: how many, where ``taps`` does not say which.
-        num_attention_heads: of a layer; 0 takes the base's, as for the three that follow.
-        num_key_value_heads: of a layer.
-        head_dim: h.
-        intermediate_size: of a layer's MLP.
-        rope_theta: of the rotary positions.
-        rms_norm_eps: of all norms.
         window: a slot sees so many positions before the root; 0 for all.
         sample_from_anchor: of the published form, see the module.
         mask_token_id: of the published form, the token whose embedding further slots are; the
             base's padding where a recipe does not say.
         injection_rank: of the joined form, the inner size of what is added to the slots; 0: full.
-        anchors: blocks per row and step of the training.
     """
 
     form: str = "joined"
-    taps: tuple[int, ...] = ()
-    num_taps: int = 3
-    num_attention_heads: int = 0
-    num_key_value_heads: int = 0
-    head_dim: int = 0
-    intermediate_size: int = 0
-    rope_theta: float = 10_000.0
-    rms_norm_eps: float = 1e-6
     window: int = 0
     sample_from_anchor: bool = True
     mask_token_id: int = 0
     injection_rank: int = 0
-    anchors: int = field(default=128, compare=False)  # no part of what the heads are
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one_of("form", self.form, *FORMS)
-        at_least(
-            self, num_taps=1, num_attention_heads=0, num_key_value_heads=0, head_dim=0,
-            intermediate_size=0, window=0, mask_token_id=0, injection_rank=0, anchors=1,
-        )  # fmt: skip
-        check(self.rope_theta > 0, "rope_theta", self.rope_theta, "above 0")
-
-    @classmethod
-    def of(cls, options: dict[str, Any]) -> BlockForm:
-        """Return the form that a dictionary describes.
-
-        Raises:
-            ValueError: for a key that is none of its own, or a value of another type.
-        """
-        known = {each.name: each for each in fields(cls)}
-        for key, value in options.items():
-            one_of("options", key, *known)
-            wanted = type(known[key].default)
-            taken = {tuple: (list, tuple), float: (float, int)}.get(wanted, (wanted,))
-            check(type(value) in taken, f"options.{key}", value, f"a {wanted.__name__}")
-        found = dict(options)
-        if "taps" in found:
-            whole = all(type(tap) is int and tap >= -1 for tap in found["taps"])
-            check(whole, "options.taps", list(found["taps"]), "numbers of layers, or -1")
-            found["taps"] = tuple(found["taps"])
-        return cls(**found)
+        at_least(self, window=0, mask_token_id=0, injection_rank=0)
 
 
 def published_taps(num_base: int, num_taps: int) -> tuple[int, ...]:
@@ -137,53 +96,11 @@ def joined_taps(num_base: int, num_taps: int) -> tuple[int, ...]:
     return (*sorted({min(max(place, 0), num_base - 2) for place in places if num_base > 1}), -1)
 
 
-class Norm(nn.RMSNorm):
-    """A norm in the dtype of its weight, also under autocast, which narrows what comes in."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., d] to [..., d]."""
-        return super().forward(x.to(self.weight.dtype))
-
-
-class BlockLayer(nn.Module):
+class BlockLayer(TappedLayer):
     """A layer with norms of queries and keys, as Qwen3's, that reads context states too."""
 
     def __init__(self, size: int, form: BlockForm) -> None:
-        super().__init__()
-        width = form.head_dim
-        queries, keys = form.num_attention_heads * width, form.num_key_value_heads * width
-        epsilon = form.rms_norm_eps
-        self.width = width
-        self.input_layernorm = Norm(size, eps=epsilon)
-        self.post_attention_layernorm = Norm(size, eps=epsilon)
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(size, queries, bias=False),
-                "k_proj": nn.Linear(size, keys, bias=False),
-                "v_proj": nn.Linear(size, keys, bias=False),
-                "o_proj": ZeroLinear(queries, size, bias=False),
-                "q_norm": Norm(width, eps=epsilon),
-                "k_norm": Norm(width, eps=epsilon),
-            }
-        )
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(size, form.intermediate_size, bias=False),
-                "up_proj": nn.Linear(size, form.intermediate_size, bias=False),
-                "down_proj": ZeroLinear(form.intermediate_size, size, bias=False),
-            }
-        )
-
-    def keys(self, states: Tensor, waves: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys, normed and rotated, and values of states [B, T, d], [B, H, T, h] each.
-
-        Args:
-            states: of the context, or of slots.
-            waves: [2, B, T, h], of their positions.
-        """
-        attention = self.self_attn
-        keys, values = (self._split(attention[name](states)) for name in ("k_proj", "v_proj"))
-        return rotated(attention["k_norm"](keys), waves[:, :, None]), values
+        super().__init__(size, form, size, normed=True)
 
     def forward(self, x: Tensor, waves: Tensor, join: Join, mask: Tensor | None) -> Tensor:
         """Map slots [B, Q, d].
@@ -194,25 +111,18 @@ class BlockLayer(nn.Module):
             join: puts the slots' own keys and values [B, H, Q, h] behind those of the text.
             mask: [B, 1, Q or 1, T + Q], true where a slot may look; None where it may everywhere.
         """
-        normed = self.input_layernorm(x)
-        queries = self.self_attn["q_norm"](self._split(self.self_attn["q_proj"](normed)))
-        keys, values = join(*self.keys(normed, waves))
-        grouped = queries.shape[1] != keys.shape[1]
-        read = F.scaled_dot_product_attention(
-            rotated(queries, waves[:, :, None]), keys, values, attn_mask=mask, enable_gqa=grouped
-        )
-        x = x + self.self_attn["o_proj"](read.transpose(1, 2).flatten(2))
-        normed, mlp = self.post_attention_layernorm(x), self.mlp
-        found: Tensor = x + mlp["down_proj"](
-            F.silu(mlp["gate_proj"](normed)) * mlp["up_proj"](normed)
-        )
-        return found
 
-    def _split(self, states: Tensor) -> Tensor:
-        return states.unflatten(-1, (-1, self.width)).transpose(1, 2)
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            keys, values = join(keys, values)
+            grouped = queries.shape[1] != keys.shape[1]
+            return F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, enable_gqa=grouped
+            )
+
+        return self.run(x, self.input_layernorm(x), waves, attend)
 
 
-class BlockHeads(nn.Module, Heads):
+class BlockHeads(TappedHeads):
     """K heads of one block; their contract is :class:`specheads.models.kinds.Heads`.
 
     Args:
@@ -234,11 +144,10 @@ class BlockHeads(nn.Module, Heads):
         "num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head", "num_kept",
         "markov_rank", "form",
     )  # fmt: skip
-    unseen_settings: ClassVar[tuple[str, ...]] = ("form",)
     tensor_prefix: ClassVar[str] = "block."
     kind = "block"
-    needs_embedding, walks_text, condition, joined = True, False, False, False
-    token_map: Tensor | None  # a buffer
+    condition, joined = False, False
+    form: BlockForm
 
     def __init__(
         self,
@@ -251,39 +160,20 @@ class BlockHeads(nn.Module, Heads):
         num_kept: int = 0,
         markov_rank: int = 0,
     ) -> None:
-        super().__init__()
-        one_of("lm_head", lm_head, "shared", "shared_pruned", "own", "pruned")
-        pruned = "pruned" in lm_head
-        check(num_heads >= 1, "num_heads", num_heads, "at least 1")
+        super().__init__(num_heads, hidden_size, vocab_size, lm_head, form, num_kept)
         check(num_layers >= 1, "num_layers", num_layers, "at least 1")
         kept = f"in 1..{vocab_size}, the vocabulary"
-        check(1 <= num_kept <= vocab_size or not pruned, "num_kept", num_kept, kept)
-        heads, groups = form.num_attention_heads, form.num_key_value_heads
-        check(groups >= 1 and heads % groups == 0, "num_key_value_heads", groups, f"of {heads}")
-        check(form.head_dim >= 2 and form.head_dim % 2 == 0, "head_dim", form.head_dim, "even")
-        check(form.intermediate_size >= 1, "intermediate_size", form.intermediate_size, "above 0")
-        check(len(form.taps) >= 1, "taps", list(form.taps), "at least one")
         check(form.mask_token_id < vocab_size, "mask_token_id", form.mask_token_id, kept)
         fits = form.form == "published" or form.taps[-1] == -1
         check(fits, "taps", list(form.taps), "-1, the final state, at the end of the joined form's")
-        self.num_heads, self.num_inner, self.form = num_heads, num_layers, form
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.lm_head, self.markov_rank = lm_head, markov_rank
-        self.anchors = form.anchors
-        self.num_layers = 0  # all run before a head is asked
-        self.num_outputs = num_kept if pruned else vocab_size
+        self.num_inner, self.markov_rank = num_layers, markov_rank
         self.sequential = markov_rank > 0
-        self.one_matrix = True
-        self.taps = tuple(FINAL if tap < 0 else f"{LAYER}{tap}" for tap in form.taps)
         # the slot of head 0, and how many slots there are
         self.first = int(form.form == "published" and not form.sample_from_anchor)
         self.num_slots = num_heads + self.first
-        self.register_buffer("token_map", torch.arange(num_kept) if pruned else None)
         width = len(form.taps) * hidden_size
-        self.fc = nn.Linear(width, hidden_size, bias=False)
         self.hidden_norm = Norm(hidden_size, eps=form.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(hidden_size, form) for _ in range(num_layers))
-        self.norm = Norm(hidden_size, eps=form.rms_norm_eps)
         self.inject: nn.Module | None = None
         if form.form == "joined":
             read, made, rank = width + hidden_size, num_heads * hidden_size, form.injection_rank
@@ -291,14 +181,9 @@ class BlockHeads(nn.Module, Heads):
             if rank:
                 down = nn.Linear(read, rank, bias=False)
                 self.inject = nn.Sequential(down, ZeroLinear(rank, made, bias=False))
-        own = {} if "shared" in lm_head else {"lm_head": (hidden_size, self.num_outputs)}
-        self.output = nn.ModuleDict(
-            {name: nn.Linear(*size, bias=False) for name, size in own.items()}
-        )
-        self._product = KeptProduct()
         self.markov: Markov | None = None
         if markov_rank:  # published tables have a row for every token
-            narrow = form.form == "joined" and pruned
+            narrow = form.form == "joined" and "pruned" in lm_head
             rows, row_of = (num_kept + 1, self._row_of) if narrow else (vocab_size, None)
             self.markov = Markov(rows, self.num_outputs, markov_rank, row_of)
 
@@ -318,20 +203,10 @@ class BlockHeads(nn.Module, Heads):
             ValueError: as the class and :class:`BlockForm` do.
         """
         vocab_size, hidden_size = output.weight.shape
-        config = base.config.get_text_config()
-        padding = getattr(config, "pad_token_id", None) or 0
+        padding = getattr(base.config.get_text_config(), "pad_token_id", None) or 0
         form = BlockForm.of({"mask_token_id": padding, **settings.options})
-        heads, of_base = config.num_attention_heads, partial(getattr, config)
-        sizes = {
-            "num_attention_heads": heads,
-            "num_key_value_heads": of_base("num_key_value_heads", None) or heads,
-            "head_dim": of_base("head_dim", None) or hidden_size // heads,
-            "intermediate_size": of_base("intermediate_size", None) or 4 * hidden_size,
-        }
         by_rule = joined_taps if form.form == "joined" else published_taps
-        taps = form.taps or by_rule(num_layers(base), form.num_taps)
-        given = {key: getattr(form, key) or size for key, size in sizes.items()}
-        form = replace(form, taps=taps, num_taps=len(taps), **given)
+        form = form.sized(base, hidden_size, partial(by_rule, num_layers(base)))
         found = cls(
             settings.num_heads,
             settings.num_layers,
@@ -345,24 +220,6 @@ class BlockHeads(nn.Module, Heads):
         found.start_from(base)
         return found
 
-    @torch.no_grad()
-    def start_from(self, base: PreTrainedModel) -> None:
-        """Give the last norm the scale of the base's, whose output matrix reads what it makes."""
-        norm = final_norm(base)
-        weight = next(norm.parameters(), None)
-        if weight is None or weight.is_meta:  # a norm without a scale, or a look at sizes alone
-            return
-        ones = torch.ones(1, weight.shape[-1], dtype=weight.dtype, device=weight.device)
-        self.norm.weight.fill_(float(norm(ones).float().pow(2).mean().sqrt()))
-
-    @torch.no_grad()
-    def init_from_output(self, weight: Tensor, kept: Tensor | None = None) -> None:
-        """Take the tokens to guess, and copy the base's matrix where it is not shared."""
-        if self.token_map is not None and kept is not None:
-            self.token_map.copy_(kept.unique())
-        for matrix in self.output.values():
-            cast(nn.Linear, matrix).weight.copy_(self.shared_rows(weight, base=True))
-
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> BlockHeads:
         """Build the heads that an export's config.json describes.
@@ -370,17 +227,12 @@ class BlockHeads(nn.Module, Heads):
         Raises:
             ValueError: if there are no such heads.
         """
-        form = BlockForm.of(config["form"])
-        most = {"head_dim": 1 << 12, "num_attention_heads": 1 << 12, "intermediate_size": 1 << 24}
-        for key, bound in most.items():
-            check(getattr(form, key) <= bound, f"form.{key}", getattr(form, key), f"to {bound}")
-        check(len(form.taps) <= 64, "form.taps", len(form.taps), "at most 64")
+        form = BlockForm.stored(config["form"])
         sizes = {key: config[key] for key in cls.config_keys if key != "form"}
         return cls(**sizes, form=form)
 
     def to_config(self) -> dict[str, Any]:
         """Return what :meth:`from_config` builds the same heads from, as JSON."""
-        form = {key: value for key, value in asdict(self.form).items() if key != "anchors"}
         return {
             "kind": self.kind,
             "num_heads": self.num_heads,
@@ -391,11 +243,8 @@ class BlockHeads(nn.Module, Heads):
             "markov_rank": self.markov_rank,
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
-            "form": {**form, "taps": list(self.form.taps)},
+            "form": self.form.to_json(),
         }
-
-    def make_tables(self) -> None:
-        """Do nothing: rotary tables are made where they are used."""
 
     def contextual(
         self,
@@ -422,7 +271,7 @@ class BlockHeads(nn.Module, Heads):
             raise ValueError("these heads read the root, but tokens is None")
         num_rows, num_tokens = position_ids.shape
         tapped, context = self.context(hidden)
-        table = self.waves(torch.arange(num_tokens + self.num_slots, device=hidden.device))
+        table = self._table(num_tokens + self.num_slots)
         keys = [
             cast(BlockLayer, layer).keys(context, table[:, position_ids]) for layer in self.layers
         ]
@@ -443,7 +292,7 @@ class BlockHeads(nn.Module, Heads):
             own = (blocks[:, None] == blocks).expand(num_rows, -1, -1)
             mask = torch.cat([seen.repeat_interleave(self.num_slots, 1), own], dim=2)[:, None]
             roots = tokens.gather(1, (at + 1).clamp(max=num_tokens - 1))
-            x = self.start(_rows(tapped, at), roots, embed).flatten(1, 2)  # [B, a * S, d]
+            x = self.start(rows_at(tapped, at), roots, embed).flatten(1, 2)  # [B, a * S, d]
             positions = (position_ids.gather(1, at)[..., None] + 1 + slots).flatten(1)
             for layer, (k, v) in zip(self.layers, keys, strict=True):
                 text = k[:, :, :end], v[:, :, :end]
@@ -485,14 +334,6 @@ class BlockHeads(nn.Module, Heads):
         found: Tensor = self.norm(x[..., self.first :, :])
         return found.movedim(-2, 0)
 
-    def waves(self, positions: Tensor) -> Tensor:
-        """Return cosines, and sines with their sign, of positions [...], as [2, ..., h] float32."""
-        half = self.form.head_dim // 2
-        places = torch.arange(half, device=positions.device, dtype=torch.float32)
-        angles = positions[..., None] * self.form.rope_theta ** (-places / half)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
-
     def features(
         self, i: int, hidden: Tensor, tokens: Tensor | None = None, embed: Embed | None = None
     ) -> Tensor:
@@ -518,24 +359,9 @@ class BlockHeads(nn.Module, Heads):
             return weight
         return torch.cat([weight.to(self.markov.up.weight.dtype), self.markov.up.weight], dim=1)
 
-    def shared_rows(self, base_weight: Tensor, *, base: bool = False) -> Tensor:
-        """Return the matrix [V', d] without the Markov factor; with ``base`` always the base's."""
-        for matrix in () if base else self.output.values():
-            return cast(Tensor, matrix.weight)
-        if self.token_map is None:
-            return base_weight
-        return base_weight[self.token_map.to(base_weight.device)]
-
     def head(self, i: int) -> SimpleNamespace:
         """Return what a walk asks of head ``i`` beyond its product."""
         return SimpleNamespace(condition=None, markov=self.markov)
-
-    @torch.no_grad()
-    def own_products(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
-        """Return a function from what ``contextual`` makes [K, ..., d] to products [K, ..., V']."""
-        own = "shared" not in self.lm_head
-        weight = self.shared_rows(output.weight) if own else output.weight
-        return torch.no_grad()(self._product.of(weight, None if own else self.token_map))
 
     def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
         """Return how a step is begun from what the cache last returned; for a Markov correction.
@@ -555,9 +381,6 @@ class BlockHeads(nn.Module, Heads):
         slots = Slots(self.num_inner, self._table)
         made = product(torch.cat(parts))
         return BlockCache(self, self.required(embed), made, slots, (0,) * num_rows)
-
-    def _table(self, capacity: int) -> Tensor:
-        return self.waves(torch.arange(capacity, device=self.fc.weight.device))
 
 
 @dataclass(frozen=True)
@@ -611,7 +434,7 @@ class BlockCache:
         lengths = tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
         last = torch.tensor([max(count, 1) - 1 for count in counts], device=device)[:, None]
         roots = tokens.gather(1, last)  # [B, 1]
-        x = heads.start(_rows(tapped, last), roots, self.embed)[:, 0]  # [B, S, d]
+        x = heads.start(rows_at(tapped, last), roots, self.embed)[:, 0]  # [B, S, d]
         seen = self.slots.reserve(lengths, heads.num_slots)
         ends = torch.tensor(lengths, device=device)[:, None]
         slots = torch.arange(heads.num_slots, device=device)
@@ -635,8 +458,3 @@ class BlockCache:
 def _behind(text: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values of a text, and behind them those of slots, in the length."""
     return torch.cat([text[0], keys], dim=2), torch.cat([text[1], values], dim=2)
-
-
-def _rows(states: Tensor, places: Tensor) -> Tensor:
-    """Return states [B, A, ...] at places [B, A] of states [B, T, ...]."""
-    return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))

@@ -173,7 +173,7 @@ def test_taps_by_rule() -> None:
     ("options", "message"),
     [
         ({"form": "dflash"}, "form must be one of joined, published, got 'dflash'"),
-        ({"tap": [1]}, "options must be one of form, taps"),
+        ({"tap": [1]}, "options must be one of taps, num_taps"),
         ({"taps": [0, -2]}, r"options.taps must be numbers of layers, or -1, got \[0, -2\]"),
         ({"taps": 3}, "options.taps must be a tuple, got 3"),
         ({"taps": [-1, 0]}, "taps must be -1, the final state, at the end"),
