@@ -31,6 +31,8 @@ _BENCH = "bench.json"
 _KINDS = {
     "medusa": ("Medusa heads", "medusa"),
     "hydra": ("Hydra heads", "hydra"),
+    "block": ("Block heads", "dflash"),
+    "eagle3": ("An EAGLE-3 head", "eagle3"),
     "mtp": ("Multi-token-prediction heads", "multi-token-prediction"),
     "draft": ("A draft model", "draft-model"),
 }

@@ -35,6 +35,7 @@ from specheads.models.base import (
 )
 from specheads.models.block import BlockHeads
 from specheads.models.digest import file_sha256
+from specheads.models.eagle import EagleHeads
 from specheads.models.export_config import check_config
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
@@ -143,6 +144,7 @@ KINDS: dict[str, type[Heads]] = {
     "hydra": MedusaHeads,
     "mtp": MtpHeads,
     "block": BlockHeads,
+    "eagle3": EagleHeads,
 }
 
 

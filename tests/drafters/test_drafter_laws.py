@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads.attention.tree import Tree, default_tree
+from specheads.config import HeadsConfig
 from specheads.decoding.costs import Blank
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
@@ -22,6 +23,7 @@ from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
 from specheads.drafters.merge import HybridDrafter
 from specheads.models.blocks import prefix_sizes
+from specheads.models.checkpoint import KINDS as HEADS
 from specheads.models.heads import MedusaHeads
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import output_layer
@@ -42,6 +44,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "hydra": {"condition": True},
     "everything": {"condition": True, "markov_rank": 5},
 }
+TAPPED = {
+    "block": HeadsConfig("block", {"form": "joined"}, 3, 1, "shared"),
+    "dflash": HeadsConfig("block", {"form": "published", "sample_from_anchor": False}, 3, 1, "own"),
+    "dspark": HeadsConfig(
+        "block", {"form": "published"}, 3, 2, "pruned", num_kept=40, correction="markov"
+    ),
+    "eagle3": HeadsConfig("eagle3", {}, 3, 1, "pruned", num_kept=40),
+}
 
 
 @cache
@@ -51,16 +61,18 @@ def base(seed: int = 1, name: str = "llama") -> PreTrainedModel:
 
 
 @cache
-def random_heads(kind: str) -> tuple[MedusaHeads | MtpHeads, Any, Any]:
+def random_heads(kind: str) -> tuple[Any, Any, Any]:
     """Return heads of ``llama`` that hit now and then, its output layer, and its embedding."""
     model = base()
     torch.manual_seed(3)
     if kind.startswith("mtp"):
         variant = kind.removeprefix("mtp_")
-        heads: MedusaHeads | MtpHeads = MtpHeads(
-            3, block_config(model.config), VOCAB, variant=variant
-        )
+        heads: Any = MtpHeads(3, block_config(model.config), VOCAB, variant=variant)
         heads.init_from_base(model)
+    elif kind in TAPPED:
+        asked, output = TAPPED[kind], output_layer(model)
+        heads = HEADS[asked.kind].from_settings(asked, model, output)
+        heads.init_from_output(output.weight)
     else:
         options = {**KINDS[kind.removesuffix("_prefix")]}
         if kind.endswith("_prefix"):
@@ -114,7 +126,7 @@ DETERMINISTIC: dict[str, tuple[Callable[[], Drafter], float]] = {
     },
     **{
         f"{kind}, {name}": (partial(of_heads, kind, shape), 0.9)
-        for kind in ("mtp_parallel", "mtp_causal", "mtp_sequential")
+        for kind in ("mtp_parallel", "mtp_causal", "mtp_sequential", *TAPPED)
         for name, shape in {"static": default_tree(3, 14), "grown": Grown(12)}.items()
     },
     "medusa, two nodes": (partial(of_heads, "medusa", Grown(2)), 1),

@@ -22,8 +22,8 @@ from tests.end_to_end.commands import SHORT, on_files, start
 Start = Callable[..., tuple[int, str]]
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = (
-    "block", "dflash", "distill", "dspark", "hydra", "medusa1", "medusa2", "medusa2_distilled",
-    "mtp", "mtp_finetune", "mtp_sequential", "pretrain",
+    "block", "dflash", "distill", "dspark", "eagle3", "hydra", "medusa1", "medusa2",
+    "medusa2_distilled", "mtp", "mtp_finetune", "mtp_sequential", "pretrain",
 )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ MEASURED: list[tuple[list[str], str]] = [
         (["optm.lr=1"], "unknown key optm"),
         (["optim.lr=abc"], "could not be converted to Float"),
         (["optim.lr=-1"], "optim.lr must be positive, got -1.0"),
-        (["heads=medusaa"], "Available options in 'heads': block, dflash, dspark, hydra"),
+        (["heads=medusaa"], "Available options in 'heads': block, dflash, dspark, eagle3"),
         (["model=/no/such/folder"], "/no/such/folder: there is no such folder"),
         (["model=tinycod"], "tinycod"),
         (["data.path=/no/such.jsonl"], "/no/such.jsonl"),

@@ -1,4 +1,4 @@
-"""Exports of Hydra heads with a prefix layer, of pruned Markov heads, and of block heads."""
+"""Exports of Hydra heads with a prefix layer, of pruned Markov heads, and of tapped ones."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from specheads.config import (
 )
 from specheads.generate import run as generate
 from specheads.models.base import load_base_model, load_tokenizer
-from specheads.models.block import BlockHeads
 from specheads.models.blocks import prefix_sizes
+from specheads.models.checkpoint import KINDS as HEADS
 from specheads.models.checkpoint import load_export, origin, read_config, save_export
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
@@ -32,22 +32,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "hydra_prefix": {"condition": True},
     "markov_pruned": {"markov_rank": 6, "lm_head": "pruned", "num_kept": 200},
 }
-BLOCKS: dict[str, dict[str, Any]] = {
-    "block": {"form": "joined"},
-    "dspark": {"form": "published", "mask_token_id": 256, "window": 9},
+TAPPED: dict[str, tuple[str, dict[str, Any]]] = {
+    "block": ("block", {"form": "joined"}),
+    "dspark": ("block", {"form": "published", "mask_token_id": 256, "window": 9}),
+    "eagle3": ("eagle3", {"norm_before_residual": True}),
 }
 
 
-@pytest.fixture(params=[*KINDS, *BLOCKS])
+@pytest.fixture(params=[*KINDS, *TAPPED])
 def export(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Path) -> Path:
     """Return the folder of an export of one kind over ``tiny_model_dir``."""
     base = load_base_model(str(tiny_model_dir), dtype="float32")
     output = base.get_output_embeddings().weight
-    heads: MedusaHeads | BlockHeads
-    if request.param in BLOCKS:
-        options = BLOCKS[request.param]
-        wanted = HeadsConfig("block", options, 3, 1, "shared", correction="markov", markov_rank=6)
-        heads = BlockHeads.from_settings(wanted, base, output_layer(base))
+    heads: Any
+    if request.param in TAPPED:
+        kind, options = TAPPED[request.param]
+        wanted = HeadsConfig(kind, options, 3, 1, "shared", correction="markov", markov_rank=6)
+        heads = HEADS[kind].from_settings(wanted, base, output_layer(base))
     else:
         sizes = prefix_sizes(base.config) if "prefix" in request.param else None
         form = KINDS[request.param]
@@ -92,6 +93,7 @@ def test_trees_write_what_plain_decoding_writes(
         ("hydra", True, 272),
         ("medusa", False, 200),
         ("block", True, 272),
+        ("eagle3", True, 272),
     )
 
 

@@ -155,7 +155,10 @@ def test_cached_features_train_the_same_heads(
             "num_kept must be in 1..272",
         ),
         (("+recipe=medusa1", "heads.start=/nowhere"), "/nowhere"),
-        (("+recipe=medusa1", "heads.kind=mtp"), "heads.kind must be one of medusa, block, got"),
+        (
+            ("+recipe=medusa1", "heads.kind=mtp"),
+            "heads.kind must be one of medusa, block, eagle3, got",
+        ),
         (("+recipe=medusa1", "heads.options={width: 3}"), "heads.options must be empty with"),
         (
             ("+recipe=medusa2", "features.dir=f"),

@@ -5,9 +5,9 @@ ranks together would see; under torchrun it is what is compared:
 ``torchrun --nproc-per-node 2 two_ranks.py FOLDER STAGE:KIND...``, STAGE being 0 to 3. Every
 micro-batch has another number of labels, one has none. medusa1 stops and resumes; medusa2 has two
 stages, so that its heads are wrapped twice; medusa2_lora tunes an adapter, medusa2_distilled holds
-it to the original, too; mtp trains base and heads at once, on one output matrix, which is the
-embedding as well; draft trains a model of its own against the frozen base. What is exported is
-written as the recipes do it.
+it to the original, too; block and eagle3 learn from some positions of each row; mtp trains base and
+heads at once, on one output matrix, which is the embedding as well; draft trains a model of its own
+against the frozen base. What is exported is written as the recipes do it.
 """
 
 import sys
@@ -19,14 +19,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 from specheads.attention.tree import default_tree
-from specheads.config import AdapterConfig
+from specheads.config import AdapterConfig, HeadsConfig
 from specheads.config.training import DraftConfig, LossConfig
 from specheads.models.adapters import add_adapter, has_adapter, merge_adapter
+from specheads.models.checkpoint import KINDS as TAPPED
 from specheads.models.checkpoint import origin, save_export
 from specheads.models.draft import save_draft
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads, block_config
+from specheads.models.output import output_layer
 from specheads.runs.log import RunLog
 from specheads.system import dist
 from specheads.training.engine import param_groups
@@ -74,11 +76,14 @@ class Labelled:
 
 TWO_STAGES = [("heads", 0, 2), ("joint", 2, STEPS)]
 JOINT = [("joint", 0, STEPS)]
+FROZEN = [("heads", 0, STEPS)]
 KINDS = {
-    "medusa1": [("heads", 0, STEPS)],
+    "medusa1": FROZEN,
     "medusa2": TWO_STAGES,
     "medusa2_lora": TWO_STAGES,
     "medusa2_distilled": JOINT,
+    "block": FROZEN,
+    "eagle3": FROZEN,
     "mtp_parallel": JOINT,
     "mtp_sequential": JOINT,
     "draft": [("train", 0, STEPS)],
@@ -101,6 +106,12 @@ def build_heads(kind: str, base: Any) -> tuple[Heads, dict[str, Any]]:
         medusa = MedusaHeads(3, 1, 16, VOCAB_SIZE, "shared" if kind == "medusa2" else "own")
         medusa.init_from_output(base.get_output_embeddings().weight)
         return medusa, {}
+    if KINDS[kind] is FROZEN:
+        options = {"anchors": 8, "num_taps": 2}
+        asked = HeadsConfig(kind, options, 3, 1, "own", correction="markov", markov_rank=4)
+        tapped = TAPPED[kind].from_settings(asked, base, output_layer(base))
+        redraw(tapped, seed=1)
+        return tapped, {}
     variant = kind.removeprefix("mtp_")
     mtp = MtpHeads(3, block_config(base.config), VOCAB_SIZE, variant=variant)
     redraw(mtp, seed=1)
@@ -138,7 +149,7 @@ def export(path: Path, kind: str, base: Any, heads: Any, original: Path) -> None
         return
     if has_adapter(base):
         merge_adapter(base)
-    tuned = None if kind == "medusa1" else base
+    tuned = None if KINDS[kind] is FROZEN else base
     save_export(path, heads, tokenizer, default_tree(3, 6), info, tuned_base=tuned)
 
 

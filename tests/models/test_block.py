@@ -1,4 +1,4 @@
-"""Block heads: what a block may see, where they are trained, and what they are built from."""
+"""Heads with taps: what they may see, where they are trained, and what they are built from."""
 
 from __future__ import annotations
 
@@ -21,31 +21,34 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.heads import static_drafter
 from specheads.losses.cross_entropy import IGNORE, shift_labels
 from specheads.models.block import BlockForm, BlockHeads, joined_taps, published_taps
+from specheads.models.checkpoint import KINDS
+from specheads.models.eagle import EagleHeads
 from specheads.models.output import output_layer, packed_hidden, packed_taps
 from specheads.training.objectives import HeadsObjective, anchors_of
 from tests.models.test_heads_contract import FORMS, drawn
 from tests.training.test_objectives import random_batch
 
-BLOCKS = [name for name in FORMS if name.startswith(("block", "dflash", "dspark"))]
+TAPPED = [name for name in FORMS if name.startswith(("block", "dflash", "dspark", "eagle3"))]
+Tapped = BlockHeads | EagleHeads
 
 
-@pytest.fixture(params=BLOCKS)
-def heads(request: pytest.FixtureRequest, tiny_llama: LlamaForCausalLM) -> BlockHeads:
+@pytest.fixture(params=TAPPED)
+def heads(request: pytest.FixtureRequest, tiny_llama: LlamaForCausalLM) -> Tapped:
     """Return heads of one form, every tensor drawn."""
-    found: BlockHeads = drawn(FORMS[request.param](tiny_llama))
+    found: Tapped = drawn(FORMS[request.param](tiny_llama))
     return found
 
 
 @torch.no_grad()
 def made_of(
-    heads: BlockHeads, base: LlamaForCausalLM, ids: Tensor, positions: Tensor, **asked: Any
+    heads: Tapped, base: LlamaForCausalLM, ids: Tensor, positions: Tensor, **asked: Any
 ) -> Tensor:
     """Return ``contextual`` of texts."""
     hidden = packed_taps(base, ids, positions, heads.taps)[1]
     return heads.contextual(hidden, positions, ids, base.get_input_embeddings(), **asked)
 
 
-def test_documents_do_not_see_each_other(tiny_llama: LlamaForCausalLM, heads: BlockHeads) -> None:
+def test_documents_do_not_see_each_other(tiny_llama: LlamaForCausalLM, heads: Tapped) -> None:
     """Heads that read the document before learn from what they will never see."""
     lengths = (9, 1, 14)
     texts = [torch.randint(0, 256, (1, length)) for length in lengths]
@@ -54,26 +57,35 @@ def test_documents_do_not_see_each_other(tiny_llama: LlamaForCausalLM, heads: Bl
     start = 0
     for text, places in zip(texts, positions, strict=True):
         alone = made_of(heads, tiny_llama, text, places)
-        # the last position's root is another document's first token: nothing is learned there
-        end = start + text.shape[1] - 1
-        torch.testing.assert_close(packed[:, :, start:end], alone[:, :, :-1], rtol=1e-4, atol=1e-5)
-        start = end + 1
+        for i in range(heads.num_heads):
+            # where head i reads another document's tokens, it has no label
+            end = max(start, start + text.shape[1] - 1 - (i if heads.kind == "eagle3" else 0))
+            torch.testing.assert_close(
+                packed[i, :, start:end], alone[i, :, : end - start], rtol=1e-4, atol=1e-5
+            )
+        start += text.shape[1]
 
 
 @torch.no_grad()
-def test_a_block_knows_nothing_behind_its_root(
-    tiny_llama: LlamaForCausalLM, heads: BlockHeads
+def test_a_guess_knows_nothing_of_what_it_guesses(
+    tiny_llama: LlamaForCausalLM, heads: Tapped
 ) -> None:
     """A guess that saw what it guesses is right in training, and wrong ever after."""
     ids, positions, at = torch.randint(0, 256, (1, 70)), torch.arange(70)[None], 40
     hidden = packed_taps(tiny_llama, ids, positions, heads.taps)[1]
     embed = tiny_llama.get_input_embeddings()
     found = heads.contextual(hidden, positions, ids, embed)
-    others, states = ids.clone(), hidden.clone()
-    others[:, at + 2 :] = torch.randint(0, 256, others[:, at + 2 :].shape)
+    states = hidden.clone()
     states[:, at + 1 :].normal_()
-    again = heads.contextual(states, positions, others, embed)
-    assert torch.equal(again[:, :, : at + 1], found[:, :, : at + 1])
+    for i in range(heads.num_heads):  # head i of EAGLE-3 is told i tokens behind the root
+        others, known = ids.clone(), at + 2 + (i if heads.kind == "eagle3" else 0)
+        others[:, known:] = torch.randint(0, 256, others[:, known:].shape)
+        again = heads.contextual(states, positions, others, embed)
+        assert torch.equal(again[i, :, at], found[i, :, at])
+        if i and heads.kind == "eagle3":
+            others[:, known - 1] = (others[:, known - 1] + 1) % 256
+            again = heads.contextual(states, positions, others, embed)
+            assert not torch.allclose(again[i, :, at], found[i, :, at], atol=1e-3)
     for changed in ("root", "state"):
         tokens, states = ids.clone(), hidden.clone()
         if changed == "root":
@@ -84,7 +96,7 @@ def test_a_block_knows_nothing_behind_its_root(
         assert not torch.allclose(other, found[:, :, at], atol=1e-3), changed
 
 
-def test_some_positions_are_those_of_all(tiny_llama: LlamaForCausalLM, heads: BlockHeads) -> None:
+def test_some_positions_are_those_of_all(tiny_llama: LlamaForCausalLM, heads: Tapped) -> None:
     """A block behind another position than was asked for learns the tokens of a third."""
     ids, positions = torch.randint(0, 256, (2, 80)), torch.arange(80).expand(2, -1).clone()
     positions[1, 50:] -= 50
@@ -116,12 +128,13 @@ def test_anchors_are_drawn_from_the_rows_themselves() -> None:
 
 @pytest.mark.parametrize("count", [5, 1000])
 @pytest.mark.parametrize("kind", ["hard", "soft"])
+@pytest.mark.parametrize("of", ["block", "eagle3"])
 def test_the_loss_is_that_of_the_anchors(
-    count: int, kind: str, tiny_llama: LlamaForCausalLM
+    of: str, count: int, kind: str, tiny_llama: LlamaForCausalLM
 ) -> None:
     """A mean over all labels of a few positions' losses trains with a tenth of the rate."""
-    settings = HeadsConfig(kind="block", num_heads=3, lm_head="shared", options={"anchors": count})
-    heads = BlockHeads.from_settings(settings, tiny_llama, output_layer(tiny_llama))
+    settings = HeadsConfig(kind=of, num_heads=3, lm_head="shared", options={"anchors": count})
+    heads: Any = KINDS[of].from_settings(settings, tiny_llama, output_layer(tiny_llama))
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

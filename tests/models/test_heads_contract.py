@@ -20,6 +20,7 @@ from specheads.drafters.heads import static_drafter
 from specheads.models.block import BlockHeads
 from specheads.models.blocks import prefix_sizes
 from specheads.models.checkpoint import KINDS, build_heads, named_tensors
+from specheads.models.eagle import EagleHeads
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads, block_config
@@ -54,6 +55,17 @@ def block(settings: HeadsConfig | None = None, **options: Any) -> Callable[..., 
     return build
 
 
+def eagle(settings: HeadsConfig | None = None, **options: Any) -> Callable[..., EagleHeads]:
+    """Return what builds an EAGLE-3 head."""
+
+    def build(base: LlamaForCausalLM) -> EagleHeads:
+        given = settings or HeadsConfig(lm_head="own")
+        asked = replace(given, kind="eagle3", num_heads=NUM_HEADS, options=options)
+        return EagleHeads.from_settings(asked, base, output_layer(base))
+
+    return build
+
+
 FORMS: dict[str, Callable[[LlamaForCausalLM], Heads]] = {
     "medusa": medusa(),
     "shared": medusa(lm_head="shared"),
@@ -77,6 +89,10 @@ FORMS: dict[str, Callable[[LlamaForCausalLM], Heads]] = {
         HeadsConfig(lm_head="shared", num_layers=2, correction="markov", markov_rank=4),
         form="published",
         mask_token_id=256,
+    ),
+    "eagle3": eagle(HeadsConfig(lm_head="pruned", num_kept=90)),
+    "eagle3, all norms": eagle(
+        taps=[0, 1], norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True
     ),
 }
 

@@ -1,0 +1,458 @@
+"""EAGLE-3: one layer drafts token by token, from the base's states and from what it made itself.
+
+At position t the layer reads the embedding of the token that came next, x_{t+1}, beside a state
+g_t, and what it makes, a_t, guesses x_{t+2} (arXiv:2503.01840). Of the text, g_t is made of the
+base's hidden states at three of its layers (taps). Where the base has not been yet, a_{t-1} takes
+the place of g_t: so head i stands i drafted tokens behind the last state that the base gave.
+
+Training goes these K steps with the text's own tokens (training-time test): a step sees, of the
+text, what the first step's keys are made of, up to its anchor, and of its own chain the steps
+before. Keys of the text follow from tokens and taps alone, so that steps are taken from some
+positions only (``anchors``), as blocks are.
+
+Shapes: K heads, d hidden size, n taps, B rows, T positions, A anchors of a row, H key heads of
+width h in each, N nodes of a tree so far without the root, L slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specheads.models.base import Embed
+from specheads.models.head_cache import Slots
+from specheads.models.kinds import Begin
+from specheads.models.output import OutputLayer, num_layers
+from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, rows_at
+from specheads.system.errors import check
+
+_TOGETHER = 64  # anchors that attend in one call: more would mask away what they compute
+
+
+@dataclass(frozen=True)
+class EagleForm(TappedForm):
+    """The form of an EAGLE-3 head; the first attributes are those of ``TappedForm``.
+
+    The last three are those of EAGLE-3.1.
+
+    Attributes:
+        norm_before_residual: the residual stream begins behind the norm of the state, not before.
+        norm_before_fc: a norm over all taps side by side, before they are joined.
+        fc_norm: a norm for each tap, before they are joined.
+        norm_output: the last norm stands before what is read as the next state, too.
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+def eagle_taps(num_base: int, num_taps: int) -> tuple[int, ...]:
+    """Return the layers that EAGLE-3 taps: of n those behind which 2, n / 2 and n - 3 were run.
+
+    Engines and trainers count states (behind k layers), here the layers are counted from 0. For
+    another number of taps they are spaced evenly between the outer two; a base too shallow for as
+    many distinct ones gives fewer. Never the last, whose state transformers counts behind the final
+    norm and engines before it.
+    """
+    first, last = 2, max(num_base - 3, 2)
+    behind = [first + round(i * (last - first) / max(num_taps - 1, 1)) for i in range(num_taps)]
+    if num_taps == 3:
+        behind[1] = num_base // 2
+    return tuple(sorted({max(min(each, num_base - 1), 1) - 1 for each in behind}))
+
+
+class EagleHeads(TappedHeads):
+    """K steps of one EAGLE-3 layer; their contract is :class:`specheads.models.kinds.Heads`.
+
+    Args:
+        num_heads: K.
+        hidden_size: d of the base.
+        vocab_size: V of the base.
+        lm_head: see :class:`specheads.models.tapped.TappedHeads`.
+        form: all sizes and taps given.
+        num_kept: where pruned, the tokens that the heads can guess.
+
+    Raises:
+        ValueError: for numbers out of range.
+    """
+
+    config_keys: ClassVar[tuple[str, ...]] = (
+        "num_heads", "hidden_size", "vocab_size", "lm_head", "num_kept", "form",
+    )  # fmt: skip
+    tensor_prefix: ClassVar[str] = "eagle3."
+    kind = "eagle3"
+    sequential = walks_text = True
+    form: EagleForm
+
+    def __init__(
+        self,
+        num_heads: int,
+        hidden_size: int,
+        vocab_size: int,
+        lm_head: str,
+        form: EagleForm,
+        num_kept: int = 0,
+    ) -> None:
+        super().__init__(num_heads, hidden_size, vocab_size, lm_head, form, num_kept)
+        normed = partial(Norm, eps=form.rms_norm_eps)
+        num_taps = len(form.taps)
+        self.layer = TappedLayer(hidden_size, form, 2 * hidden_size, normed=False)
+        self.hidden_norm = normed(hidden_size)
+        self.input_norm = normed(num_taps * hidden_size) if form.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(normed(hidden_size) for _ in range(num_taps * form.fc_norm))
+
+    @classmethod
+    def from_settings(cls, settings: Any, base: PreTrainedModel, output: OutputLayer) -> EagleHeads:
+        """Build the heads of the section ``heads`` of a recipe's settings, for a base.
+
+        Raises:
+            ValueError: as the class and :class:`EagleForm` do, and for more than one layer.
+        """
+        vocab_size, hidden_size = output.weight.shape
+        check(settings.num_layers == 1, "num_layers", settings.num_layers, "1, EAGLE-3's one layer")
+        rule = partial(eagle_taps, num_layers(base))
+        form = EagleForm.of(settings.options).sized(base, hidden_size, rule)
+        kept = settings.num_kept if "pruned" in settings.lm_head else 0
+        found = cls(settings.num_heads, hidden_size, vocab_size, settings.lm_head, form, kept)
+        found.start_from(base)
+        return found
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> EagleHeads:
+        """Build the heads that an export's config.json describes.
+
+        Raises:
+            ValueError: if there are no such heads.
+        """
+        sizes = {key: config[key] for key in cls.config_keys if key != "form"}
+        return cls(**sizes, form=EagleForm.stored(config["form"]))
+
+    def to_config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` builds the same heads from, as JSON."""
+        return {
+            "kind": self.kind,
+            "num_heads": self.num_heads,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "lm_head": self.lm_head,
+            "num_kept": 0 if self.token_map is None else self.num_outputs,
+            "form": self.form.to_json(),
+        }
+
+    def joined(self, hidden: Tensor) -> Tensor:
+        """Return the states g [..., d] of what the base said at the taps, [..., n * d]."""
+        hidden = hidden.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            hidden = self.input_norm(hidden)
+        if len(self.fc_norm):
+            parts = hidden.chunk(len(self.fc_norm), dim=-1)
+            hidden = torch.cat([norm(x) for norm, x in zip(self.fc_norm, parts, strict=True)], -1)
+        found: Tensor = self.fc(hidden)
+        return found
+
+    def read(self, states: Tensor, tokens: Tensor, embed: Embed | None) -> tuple[Tensor, Tensor]:
+        """Return the residual stream [..., d], and what the attention reads, [..., 2 * d].
+
+        Args:
+            states: [..., d], g, or what the layer made before.
+            tokens: [...], the ones that came, or were drafted, behind them.
+            embed: the base's input embedding.
+        """
+        with torch.no_grad():  # the base's own, which stays as it is
+            embedded = self.required(embed)(tokens)
+        normed = self.hidden_norm(states)
+        side = torch.cat([self.layer.input_layernorm(embedded), normed], dim=-1)
+        return (normed if self.form.norm_before_residual else states), side
+
+    def made(self, x: Tensor) -> Tensor:
+        """Return the next state, of what the layer made, [..., d]."""
+        found: Tensor = self.norm(x) if self.form.norm_output else x
+        return found
+
+    def finished(self, state: Tensor) -> Tensor:
+        """Return what the output matrix reads of a state that the layer made, [..., d]."""
+        found: Tensor = state if self.form.norm_output else self.norm(state)
+        return found
+
+    def contextual(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        tokens: Tensor | None = None,
+        embed: Embed | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Take K steps from some positions; return what the output matrix reads at each.
+
+        Args:
+            hidden: [B, T, n * d], the base's, at ``taps``; of several documents in a row if packed.
+            position_ids: [B, T], restarting at 0 with every document.
+            tokens: [B, T], the texts.
+            embed: the base's input embedding.
+            places: [B, A], positions in ascending order; None takes all.
+
+        Returns:
+            [K, B, A, d].
+        """
+        if tokens is None:
+            raise ValueError("these heads read tokens, but tokens is None")
+        num_rows, num_tokens = position_ids.shape
+        every = torch.arange(num_tokens, device=hidden.device)
+        at = every.expand(num_rows, -1) if places is None else places
+        table = self._table(num_tokens + self.num_heads)
+        # at the end of a document the token is another's: there nothing is asked, nor seen later
+        stream, side = self.read(self.joined(hidden), tokens.roll(-1, dims=1), embed)
+        text = self.layer.keys(side, table[:, position_ids])
+        documents = (position_ids == 0).cumsum(1)
+        seen = (every <= at[..., None]) & (documents[:, None] == documents.gather(1, at)[..., None])
+        state = x = rows_at(stream, at)
+        side = rows_at(side, at)
+        chain: list[tuple[Tensor, Tensor]] = []
+        found: list[Tensor] = []
+        for step in range(self.num_heads):
+            if step:
+                ahead = tokens.gather(1, (at + 1 + step).clamp(max=num_tokens - 1))
+                x, side = self.read(state, ahead, embed)
+            waves = table[:, position_ids.gather(1, at) + step]
+            attend = partial(_attend_chains, text, seen, chain, own=step > 0)
+            state = self.made(self.layer.run(x, side, waves, attend))
+            found.append(self.finished(state))
+        return torch.stack(found)
+
+    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
+        """Return a function that returns how the heads begin a step."""
+        self.required(embed)
+
+        def begin() -> Begin:
+            products = self.own_products(output)
+
+            def logits(state: Tensor) -> Tensor:
+                return self.finish(products(self.finished(state)), output)
+
+            return partial(EagleWalk, self, logits)
+
+        return begin
+
+    @torch.no_grad()
+    def memory(self, num_rows: int, embed: Embed | None = None) -> EagleCache:
+        """Return the cache of rows of which nothing was read yet."""
+        weight = self.fc.weight
+        ends = torch.zeros(num_rows, dtype=torch.long, device=weight.device)
+        root = weight.new_zeros(num_rows, self.hidden_size)
+        slots = Slots(1, self._table)
+        return EagleCache(self, self.required(embed), slots, (0,) * num_rows, ends, root)
+
+
+def _attend_chains(
+    text: tuple[Tensor, Tensor],
+    seen: Tensor,
+    chain: list[tuple[Tensor, Tensor]],
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    own: bool,
+) -> Tensor:
+    """Return what the queries of anchors [B, G * H, A, h] read of the text and of their chains.
+
+    Args:
+        text: its keys and values, [B, H, T, h].
+        seen: [B, A, T], which of them each anchor sees.
+        chain: keys and values [B, H, A, h] of the steps before; this step's are added to it.
+        queries: of this step.
+        keys: of this step.
+        values: of this step.
+        own: these are no part of the text.
+    """
+    if own:
+        chain.append((keys, values))
+    grouped, found = queries.shape[1] != keys.shape[1], []
+    for first in range(0, queries.shape[2], _TOGETHER):
+        some = slice(first, first + _TOGETHER)
+        visible = seen[:, some]
+        end = int(visible.any(1).any(0).nonzero().max()) + 1
+        num = visible.shape[1]
+        itself = torch.eye(num, dtype=torch.bool, device=seen.device).repeat(1, len(chain))
+        mask = torch.cat([visible[..., :end], itself.expand(len(visible), -1, -1)], dim=2)
+        parts = [[each[i][:, :, some] for each in chain] for i in range(2)]
+        k, v = (torch.cat([text[i][:, :, :end], *parts[i]], dim=2) for i in range(2))
+        asked = queries[:, :, some]
+        found.append(
+            F.scaled_dot_product_attention(asked, k, v, attn_mask=mask[:, None], enable_gqa=grouped)
+        )
+    return torch.cat(found, dim=2)
+
+
+@dataclass(frozen=True)
+class EagleCache:
+    """What the layer remembers of every row's text, as it is after :meth:`append`.
+
+    Attributes:
+        heads: whose.
+        embed: the base's input embedding.
+        slots: keys, rotated, and values, [B, H, L, h]; slots behind a row's length hold nothing.
+        lengths: per row the positions read.
+        ends: the same, [B] long where the heads lie.
+        root: [B, d], what the layer made of the last position, before the last norm.
+    """
+
+    heads: EagleHeads
+    embed: Embed
+    slots: Slots
+    lengths: tuple[int, ...]
+    ends: Tensor
+    root: Tensor
+
+    def append(
+        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
+    ) -> tuple[EagleCache, Tensor]:
+        """Read on.
+
+        Args:
+            hidden: [B, T, n * d], the base's at the taps, of the positions that follow,
+                right-padded.
+            counts: per row how many of the T are real; where it is 0, nothing changes.
+            tokens: [B, T], the token that came after each of them, the root at the last one.
+
+        Returns:
+            The cache with them, and what the layer made of each row's last position, [B, d].
+        """
+        last = torch.tensor([max(count, 1) - 1 for count in counts], device=self.ends.device)
+        cache, made = self._read(hidden, counts, tokens, last[:, None])
+        root = made[:, 0]
+        if min(counts) == 0:
+            read = torch.tensor(counts, device=root.device)[:, None] > 0
+            root = torch.where(read, root, self.root)
+        return replace(cache, root=root), root
+
+    def read(
+        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
+    ) -> tuple[EagleCache, Tensor]:
+        """Do what :meth:`append` does; return what the layer made everywhere, [B, T, d]."""
+        every = torch.arange(tokens.shape[1], device=self.ends.device).expand_as(tokens)
+        cache, made = self._read(hidden, counts, tokens, every)
+        last = torch.tensor([max(count, 1) - 1 for count in counts], device=self.ends.device)
+        return replace(cache, root=rows_at(made, last[:, None])[:, 0]), made
+
+    @torch.no_grad()
+    def _read(
+        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor, asked: Tensor
+    ) -> tuple[EagleCache, Tensor]:
+        """Return the cache, and what the layer made of the new positions ``asked`` [B, Q]."""
+        heads, layer = self.heads, self.heads.layer
+        seen = self.slots.reserve(self.lengths, tokens.shape[1])
+        places = self.ends[:, None] + torch.arange(tokens.shape[1], device=self.ends.device)
+        stream, side = heads.read(heads.joined(hidden), tokens, self.embed)
+        table = self.slots.waves
+        keys, values = self.slots.layers[0].update(*layer.keys(side, table[:, places]))
+        at = places.gather(1, asked)
+        mask = (torch.arange(seen, device=at.device) <= at[..., None])[:, None]
+
+        def attend(queries: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
+            return _attend(queries, keys, values, mask)
+
+        made = layer.run(rows_at(stream, asked), rows_at(side, asked), table[:, at], attend)
+        made = heads.made(made)
+        lengths = tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
+        ends = self.ends + torch.tensor(counts, device=self.ends.device)
+        return replace(self, lengths=lengths, ends=ends), made
+
+    def select(self, rows: Tensor) -> EagleCache:
+        """Keep the rows ``rows`` [R] (long), in that order."""
+        here = rows.to(self.ends.device)
+        slots, lengths = self.slots.select(here), tuple(self.lengths[row] for row in rows.tolist())
+        ends, root = self.ends[here], self.root[here]
+        return replace(self, slots=slots, lengths=lengths, ends=ends, root=root)
+
+    def as_it_was(self, lengths: Sequence[int], every: Tensor) -> EagleCache:
+        """Return this cache of one row as it was when the root stood elsewhere, one row for each.
+
+        Args:
+            lengths: of the rows to come, how many positions were read.
+            every: [1, T, d], what the layer made of them, as :meth:`read` returned it.
+        """
+        ends = torch.tensor(lengths, device=self.ends.device)
+        cache = self.select(torch.zeros_like(ends))
+        return replace(cache, lengths=tuple(lengths), ends=ends, root=every[0, ends - 1])
+
+
+class EagleWalk:
+    """One step's way down a tree; to be called under ``torch.no_grad()``.
+
+    Args:
+        heads: whose.
+        logits: of states that the layer made [B, n, d], [B, n, V'].
+        hidden: [B, d], what it made of the last position.
+        root: [B], the tokens that came there.
+        memory: of the texts up to there.
+
+    Attributes:
+        depth: of the nodes at hand.
+        tokens: [B, n], the nodes' own.
+    """
+
+    def __init__(
+        self,
+        heads: EagleHeads,
+        logits: Callable[[Tensor], Tensor],
+        hidden: Tensor,
+        root: Tensor,
+        memory: EagleCache,
+    ) -> None:
+        self._heads, self._logits, self._memory = heads, logits, memory
+        self.depth, self.tokens = 0, root[:, None]
+        self._made = hidden[:, None]  # [B, n, d], of the nodes at hand
+        # [B, n, N]: which nodes have which other, without the root, for ancestor or are the same
+        self._lines = torch.ones(len(root), 1, 0, dtype=torch.bool, device=root.device)
+
+    def logits(self) -> Tensor:
+        """Return what is guessed below the nodes at hand, [B, n, V']."""
+        return self._logits(self._made)
+
+    def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
+        """Go to nodes one deeper.
+
+        Args:
+            tokens: [B, n'], the tokens of these nodes.
+            parents: the places of their parents among the n nodes at hand, [n'] where all rows
+                share them, else [B, n']; None where node for node follows.
+        """
+        memory, heads = self._memory, self._heads
+        num_rows, num_new = tokens.shape
+        if parents is None:
+            parents = torch.arange(num_new, device=tokens.device)
+        parents = parents.expand(num_rows, -1)
+        own = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(num_rows, -1, -1)
+        lines = torch.cat([rows_at(self._lines, parents), own], dim=2)
+        num_before, num_nodes = self._lines.shape[2], lines.shape[2]
+        self.depth, self.tokens, self._lines = self.depth + 1, tokens, lines
+        x, side = heads.read(rows_at(self._made, parents), tokens, memory.embed)
+        # behind those of the levels above, which lie behind each row's text
+        seen = memory.slots.reserve([n + num_before for n in memory.lengths], num_new)
+        ends = memory.ends[:, None]
+        slots = torch.arange(seen, device=ends.device)
+        certain = (slots < ends)[:, None].expand(-1, num_new, -1)
+        behind = (ends + torch.arange(num_nodes, device=ends.device))[:, None].expand_as(lines)
+        mask = certain.scatter(2, behind, lines)[:, None]
+        places = (ends + self.depth - 1).expand(-1, num_new)
+        layer, cache = heads.layer, memory.slots.layers[0]
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            return _attend(queries, *cache.update(keys, values), mask)
+
+        made = layer.run(x, side, memory.slots.waves[:, places], attend)
+        self._made = heads.made(made)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    grouped = queries.shape[1] != keys.shape[1]
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)
