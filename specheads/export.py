@@ -8,8 +8,8 @@ right changes, and with it the best tree.
 
 ``format=`` writes what other programs read, with any adapter merged; docs/formats.md lists them.
 ``base=`` brings a checkpoint of others in: Medusa heads of the original repository or of vLLM,
-Hydra heads of theirs. A draft model's folder can be written in another ``dtype=``, or without what
-only specheads reads (``format=draft``).
+Hydra heads of theirs, DFlash, DSpark and EAGLE-3. A draft model's folder can be written in another
+``dtype=``, or without what only specheads reads (``format=draft``).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run(config: ExportConfig) -> None:
     elif is_draft or form != "native":
         form = "draft" if is_draft and form == "plain" else form
         info = (read_provenance(checkpoint) or {}) if is_draft else read_config(checkpoint)
-        notes = write.write(Job(form, checkpoint, info, output, dtype))
+        notes = write.write(Job(form, checkpoint, info, output, dtype, config.layout))
     else:
         write.write_native(config, records)
         info = read_config(output)
@@ -73,6 +73,7 @@ def run(config: ExportConfig) -> None:
 def _check(config: ExportConfig) -> list[Record]:
     """Check the settings before anything is loaded; return the records to count, if any."""
     from specheads.data.load import read_jsonl
+    from specheads.formats.drafters import FORMATS as LAID_OUT
     from specheads.formats.serving import taken_for
     from specheads.formats.write import FORMATS, check_push
     from specheads.system.hardware import pick_device
@@ -88,6 +89,9 @@ def _check(config: ExportConfig) -> list[Record]:
         "base= brings a foreign checkpoint into native as it is: change it, or write it in"
         " another format, in a second call": config.base and (shape or not native),
         "allow_pickle=true is for foreign checkpoints, with base=": pickled,
+        f"layout={config.layout} is for format=dflash, dspark or eagle3": (
+            config.layout != "speculators" and config.format not in LAID_OUT
+        ),
         "private=true is for push=organisation/name": config.private and not config.push,
         f"output is {output}, which exists: give a new folder": output.exists(),
         "lm_head=pruned needs counted=<file>.jsonl: records whose answers say which tokens"
@@ -97,7 +101,7 @@ def _check(config: ExportConfig) -> list[Record]:
     # native heads may lie anywhere: vLLM loads none
     if not native or (Path(config.checkpoint) / _PROVENANCE).is_file():
         for key, place in (("output", output.resolve()), ("push", config.push)):
-            if word := taken_for(place):
+            if word := taken_for(place, config.format):
                 raise ConfigError(
                     f"{key} is {place}: vLLM takes what lies under a path with {word!r} for a"
                     " drafter of that kind, whatever method says: give one without it"

@@ -419,6 +419,7 @@ class ExportConfig:
     checkpoint: str = MISSING
     output: str = MISSING  # a new folder
     format: str = "native"  # one of FORMATS in specheads/formats/write.py, see docs/formats.md
+    layout: str = "speculators"  # dflash, dspark, eagle3: that, or native, as their first code's
     lm_head: str = "keep"  # keep; low_rank: by SVD of the trained heads; pruned: fewer tokens
     rank: int = 64  # low_rank
     num_kept: int = 32_000  # pruned: tokens that stay, the most frequent in counted
@@ -437,6 +438,7 @@ class ExportConfig:
         if self.format != "native":
             expected = f"keep with format={self.format}"
             check(self.lm_head == "keep", "lm_head", self.lm_head, expected)
+        one_of("layout", self.layout, "speculators", "native")
         one_of("lm_head", self.lm_head, "keep", "low_rank", "pruned")
         check_device(self.device)
         at_least(self, rank=1, num_kept=1)

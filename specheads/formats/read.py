@@ -1,8 +1,9 @@
-"""Bring checkpoints of others into a native export: Medusa heads, alone or beside their base.
+"""Bring checkpoints of others into a native export: heads alone, or beside their base.
 
 ``medusa_lm_head.safetensors`` of the original repository (both versions), ``model.safetensors`` of
-vLLM's layout, a whole model with ``medusa_head.*`` among its tensors, and the published Hydra heads
-(:mod:`specheads.formats.hydra`). Sizes are held to the base's before anything is read.
+vLLM's layout, a whole model with ``medusa_head.*`` among its tensors, the published Hydra heads
+(:mod:`specheads.formats.hydra`), DFlash, DSpark and EAGLE-3
+(:mod:`specheads.formats.drafters`). Sizes are held to the base's before anything is read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transformers.utils import logging
 
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError
-from specheads.formats import hydra, medusa
+from specheads.formats import drafters, hydra, medusa
 from specheads.formats.write import recorded_dtype
 from specheads.models.base import check_tokenizer, load_base_model, load_config, load_tokenizer
 from specheads.models.checkpoint import origin, save_export
@@ -42,7 +43,9 @@ def is_foreign(checkpoint: str | Path) -> bool:
     folder = Path(checkpoint)
     if any((folder / name).is_file() for name in _FILES):
         return True
-    return not _config_of(folder).keys().isdisjoint({*_COUNTS, "hydra_num_heads", "medusa_fc_bias"})
+    config = _config_of(folder)
+    known = {*_COUNTS, "hydra_num_heads", "medusa_fc_bias"}
+    return bool(drafters.kind_of(config)) or not config.keys().isdisjoint(known)
 
 
 def bring_in(
@@ -104,7 +107,7 @@ def bring_in(
 
 def _open(
     folder: Path, allow_pickle: bool
-) -> tuple[medusa.Layout | hydra.Layout, TensorFiles | None]:
+) -> tuple[medusa.Layout | hydra.Layout | drafters.Layout, TensorFiles | None]:
     """Return the layout of the heads in a folder, and the model around them if there is one."""
     if not folder.is_dir():
         raise ConfigError(
@@ -126,6 +129,8 @@ def _open(
             " .pt, hydra_lm_head, nor model.safetensors"
         )
     files = open_safetensors(weights)
+    if drafters.kind_of(config):
+        return drafters.layout_of(files, config), None
     inside = {name: each for name, each in files.header.items() if name.startswith(medusa.PREFIX)}
     if inside:
         rest = {name: each for name, each in files.header.items() if name not in inside}

@@ -49,6 +49,7 @@ class Job(NamedTuple):
         info: what its config.json holds, or the specheads.json of a draft model.
         output: a new folder.
         dtype: of the written tensors; None keeps theirs.
+        layout: of formats that have two.
     """
 
     form: str
@@ -56,6 +57,7 @@ class Job(NamedTuple):
     info: dict[str, Any]
     output: Path
     dtype: torch.dtype | None
+    layout: str = "speculators"
 
 
 class Serving(NamedTuple):
@@ -84,13 +86,14 @@ class Serving(NamedTuple):
         return "python" if self.command.startswith(("AutoModel", "export =", "import ")) else "sh"
 
 
-def taken_for(path: str | Path) -> str:
+def taken_for(path: str | Path, form: str = "") -> str:
     """Return the word in a folder's path, or in its name on the hub, that misleads vLLM.
 
     A draft in a folder with such a word is loaded as a head of that kind, whatever ``method`` says.
-    Empty where there is none.
+    Empty where there is none, or it is that of the format ``form``.
     """
-    return next((word for word in _OF_OTHERS if word in str(path).lower()), "")
+    found = (word for word in _OF_OTHERS if word in str(path).lower())
+    return next((word for word in found if word != form), "")
 
 
 def resolved(name: str) -> str:
@@ -245,6 +248,12 @@ def without_heads(info: dict[str, Any], removed: str = "") -> list[Serving]:
         unknown = unknown_mtp(info) if fits else dict.fromkeys(_ENGINES, other)
         reads = "format=mtp_standard is what it reads"
         return [Serving(engine, "", unknown.get(engine, reads)) for engine in _ENGINES]
+    if kind in ("block", "eagle3"):
+        reads = "format=eagle3" if kind == "eagle3" else "format=dflash or dspark"
+        note = f"{reads} is what it reads"
+        if info.get("form", {}).get("form") == "joined":
+            note = f"it knows block heads of the published form alone (+recipe=dspark); {_DRAFT}"
+        return [Serving(engine, "", note) for engine in _ENGINES]
     gone = removed or {
         "medusa": "0.33 removed Medusa heads; format=vllm_medusa is for 0.28 to 0.32",
         "hydra": "it has no Hydra method",

@@ -26,7 +26,7 @@ from specheads.attention.tree import Tree
 from specheads.config import ConfigError, ExportConfig, RunError
 from specheads.data.chat import Encoder, learned_counts, most_frequent
 from specheads.data.schema import Record
-from specheads.formats import medusa, mtp_standard, serving
+from specheads.formats import drafters, medusa, mtp_standard, serving
 from specheads.formats.serving import Job, Serving
 from specheads.models import mtp_hf
 from specheads.models.adapters import merge_adapter
@@ -180,9 +180,14 @@ def _write_custom_class(job: Job) -> list[str]:
 _INSTEAD = {
     "hydra": "hydra, heads which read the tokens drafted before their own",
     "mtp": "mtp, which format=mtp_standard holds",
+    "block": "block heads, which format=dflash or dspark holds",
+    "eagle3": "an EAGLE-3 head, which format=eagle3 holds",
     "draft": "a draft model, which format=draft writes for every engine",
 }
 _MEDUSA = partial(Format, kinds=("medusa",), write=medusa.write, check=medusa.check, chain=True)
+_DRAFTER = partial(
+    Format, write=drafters.write, check=drafters.check, chain=True, card="Laid out for engines."
+)
 _ORIGINAL = "Laid out as the original Medusa code and TGI read them"
 
 FORMATS = {
@@ -250,6 +255,19 @@ FORMATS = {
         chain=False,
         loads=True,
         inside="",
+    ),
+    "dflash": _DRAFTER(
+        kinds=("block",),
+        holds="block heads of the published form",
+        serve=partial(drafters.serve, "dflash"),
+    ),
+    "dspark": _DRAFTER(
+        kinds=("block",),
+        holds="the same with a Markov correction",
+        serve=partial(drafters.serve, "dspark"),
+    ),
+    "eagle3": _DRAFTER(
+        kinds=("eagle3",), holds="an EAGLE-3 head", serve=partial(drafters.serve, "eagle3")
     ),
     "vllm_custom_class": Format(
         kinds=HEADS,

@@ -76,6 +76,13 @@ CASES: list[tuple[str, dict[str, Any], set[str], set[str]]] = [
         "fasterdecoding_v2", heads("medusa", base=TUNED), {"TGI"},
         {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"},
     ),
+    (
+        "native", heads("eagle3"), {"specheads", "transformers"},
+        {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"},
+    ),
+    ("dflash", heads("block"), {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}, set()),
+    ("dspark", heads("block"), {"vLLM", "SGLang", "llama.cpp"}, {"TensorRT-LLM"}),
+    ("eagle3", heads("eagle3"), {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}, set()),
     ("hf", mtp("llama"), {"transformers"}, {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}),
     (
         "mtp_standard", mtp("llama", base=TUNED), {"transformers", "vLLM"},
