@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- layers: python scripts/draw_layers.py -->", "<!-- end of layers -->"
 COMMANDS = "commands"  # every module at the root of the package that is none of these
 SHARED = "pipeline", "stages"
-APART = {"__init__", "registration"}  # doors: they import when they are asked
+APART = {"__init__"}  # a door: it imports what it is asked for
 
 
 def part_of(name: str) -> str:

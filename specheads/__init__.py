@@ -5,18 +5,34 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specheads.registration import register
 from specheads.system import __version__
+from specheads.system.registration import register
 
 if TYPE_CHECKING:
     from specheads.attention.cache import TreeCache
     from specheads.decoding.generate import SpecDecoder
+    from specheads.front import Comparison, Generated, Model, Piece, load, run_recipe
     from specheads.models.checkpoint import load_export
 
-__all__ = ["__version__", "SpecDecoder", "TreeCache", "load_export", "register"]
+__all__ = [
+    "Comparison",
+    "Generated",
+    "Model",
+    "Piece",
+    "SpecDecoder",
+    "TreeCache",
+    "__version__",
+    "load",
+    "load_export",
+    "register",
+    "run_recipe",
+]
 
 # torch and transformers take seconds to import: only what is used is
 _LAZY = {
+    **dict.fromkeys(
+        ("Comparison", "Generated", "Model", "Piece", "load", "run_recipe"), "specheads.front"
+    ),
     "SpecDecoder": "specheads.decoding.generate",
     "TreeCache": "specheads.attention.cache",
     "load_export": "specheads.models.checkpoint",

@@ -18,7 +18,8 @@ from specheads.config.main import hydra_main
 def run(config: ChatConfig) -> None:
     """Load, then talk until the input ends."""
     from specheads.decoding.conversation import Chat, Conversation
-    from specheads.decoding.exported import choose_drafter, make_decoder, subject_of
+    from specheads.decoding.exported import choose_drafter, subject_of
+    from specheads.decoding.generate import SpecDecoder
     from specheads.models.base import load_tokenizer
 
     try:
@@ -35,7 +36,7 @@ def run(config: ChatConfig) -> None:
     if template:
         subject.tokenizer.chat_template = template
     chosen = choose_drafter(subject, config.decode)
-    conversation = Conversation(make_decoder(subject, config.decode, chosen.drafter), config)
+    conversation = Conversation(SpecDecoder.of(subject, config.decode, chosen.drafter), config)
     print(
         f"{config.checkpoint}: {chosen.name}, up to {chosen.num_nodes} nodes per verify step,"
         f" {str(subject.base.dtype).removeprefix('torch.')} on {subject.base.device}."

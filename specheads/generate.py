@@ -31,7 +31,8 @@ Tokens = Sequence[int]
 def run(config: GenerateConfig) -> None:
     """Load, decode, print."""
     from specheads.data.chat import Encoder
-    from specheads.decoding.exported import choose_drafter, make_decoder, subject_of
+    from specheads.decoding.exported import choose_drafter, subject_of
+    from specheads.decoding.generate import SpecDecoder
     from specheads.models.base import context_length
     from specheads.models.support import tree_support
 
@@ -50,7 +51,7 @@ def run(config: GenerateConfig) -> None:
             )
     limits = [min(config.max_new_tokens, context - len(prompt)) for prompt in prompts]
     drafter = None if config.plain else choose_drafter(subject, config.decode).drafter
-    decoder = make_decoder(subject, config.decode, drafter)
+    decoder = SpecDecoder.of(subject, config.decode, drafter)
     if config.prompts:
         answer(_decode_all(config, decoder, [record["id"] for record in records], prompts, limits))
     else:

@@ -25,10 +25,10 @@ def __getattr__(name: str) -> Any:
     """Import :func:`forward` and :func:`load`, hence torch, when somebody asks for them."""
     if name not in ("forward", "load"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from specheads.decoding.exported import load_decoder
+    from specheads.decoding.generate import SpecDecoder
     from specheads.measure.suites import forward
 
-    return forward if name == "forward" else load_decoder
+    return forward if name == "forward" else SpecDecoder.from_pretrained
 
 
 @answers_json

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from specheads.config import commands, data, training
 from specheads.system.errors import ConfigError
 from specheads.system.files import conf_dir, recipes_dir
+from specheads.system.hub import fetched_export
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -66,11 +67,14 @@ _EXPORTS = ("checkpoint", "exports", "candidates", "decode.draft", "heads.start"
 
 
 def export_of(path: str) -> str:
-    """Return the folder ``export`` of a run directory; any other path as it is.
+    """Return the folder of an export that a run directory or a name on the hub stands for.
+
+    Any other path is returned as it is.
 
     Raises:
         ConfigError: if the run has written none yet.
     """
+    path = fetched_export(path)
     folder = Path(path).expanduser()
     if (folder / "config.json").exists() or not (folder / "config.yaml").is_file():
         return path

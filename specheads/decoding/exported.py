@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,7 +19,6 @@ from specheads.config import BenchConfig, ConfigError, DecodeConfig, QualityConf
 from specheads.config.commands import DRAFTERS, TextSettings
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.costs import member_costs, step_costs
-from specheads.decoding.generate import SpecDecoder
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_heads import NUM_PASSES, DraftHeadsDrafter
 from specheads.drafters.draft_model import DraftModelDrafter
@@ -45,6 +43,7 @@ from specheads.models.manifest import MANIFEST, PROVENANCE, read_json
 from specheads.models.names import base_digest
 from specheads.models.output import output_layer
 from specheads.system import hardware
+from specheads.system.hub import fetched_export
 
 
 def exported_drafter(export: Export, decode: DecodeConfig | None = None) -> HeadsDrafter:
@@ -143,7 +142,7 @@ def load_subject(
     """Load an export, or a base model alone.
 
     Args:
-        checkpoint: an export's folder, or what :func:`is_plain_model` knows.
+        checkpoint: an export's folder or name on the hub, or what :func:`is_plain_model` knows.
         base: where an export's base model is now, if it was moved.
         other_base: a base of other weights than an export's is taken, with a line that says so.
         **loading: see :class:`specheads.models.base.Loading`; float32 unless given. ``attn`` is of
@@ -153,6 +152,7 @@ def load_subject(
         ConfigError: if it cannot be found or loaded, or ``base`` is given for a base model.
     """
     options: Loading = {"dtype": "float32", "attn": "auto", **loading}
+    checkpoint = fetched_export(checkpoint)
     if not is_plain_model(checkpoint):
         options.pop("attn")
         export = load_export(checkpoint, base=base or None, other_base=other_base, **options)
@@ -352,40 +352,3 @@ def _member(name: str, subject: Subject, decode: DecodeConfig, draft: Draft | No
 def num_parameters(model: nn.Module | Heads) -> int:
     """Return the number of a model's parameters, shared ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def load_decoder(
-    checkpoint: str,
-    decode: DecodeConfig | None = None,
-    *,
-    base: str | None = None,
-    dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "auto",
-) -> SpecDecoder:
-    """Return a decoder with the drafter that the settings ask for.
-
-    Args:
-        checkpoint: an export, or a base model: a folder, a hub name, tinycode.
-        decode: the settings; by default an export's heads, a base model's own suffixes.
-        base: where an export's base model is now, if it was moved.
-        dtype: of the weights.
-        device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
-
-    Raises:
-        ConfigError: if something cannot be found or loaded.
-    """
-    decode = decode or DecodeConfig()
-    subject = load_subject(checkpoint, base=base, dtype=dtype, device=device)
-    return make_decoder(subject, decode, choose_drafter(subject, decode).drafter)
-
-
-def make_decoder(subject: Subject, decode: DecodeConfig, drafter: Drafter | None) -> SpecDecoder:
-    """Return a decoder of ``subject`` that accepts by the rule of the settings."""
-    return SpecDecoder(
-        subject.base,
-        drafter,
-        tokenizer=subject.tokenizer,
-        acceptance=acceptance_rule(decode),
-        compile=decode.compile,
-        same_rounding=decode.same_rounding,
-    )

@@ -41,8 +41,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specheads.attention.cache import TreeCache
-from specheads.config.commands import TextSettings
+from specheads.config.commands import DecodeConfig, TextSettings
 from specheads.decoding.accept import Acceptance
+from specheads.decoding.exported import Subject, acceptance_rule, choose_drafter, load_subject
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow, DecodeResult, OnTokens
 from specheads.drafters.contract import Drafter
@@ -170,6 +171,44 @@ class SpecDecoder:
     def __post_init__(self) -> None:
         if self.drafter is not None:
             tree_support(self.base)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        checkpoint: str,
+        decode: DecodeConfig | None = None,
+        *,
+        base: str | None = None,
+        dtype: str | torch.dtype = "float32",
+        device: str | torch.device = "auto",
+    ) -> SpecDecoder:
+        """Return a decoder with the drafter that the settings ask for.
+
+        Args:
+            checkpoint: an export, or a base model: a folder, a name on the hub, tinycode.
+            decode: the settings; by default an export's heads, a base model's own suffixes.
+            base: where an export's base model is now, if it was moved.
+            dtype: of the weights.
+            device: where they go: one of torch's, or what :func:`hardware.pick_device` knows.
+
+        Raises:
+            ConfigError: if something cannot be found or loaded.
+        """
+        decode = decode or DecodeConfig()
+        subject = load_subject(checkpoint, base=base, dtype=dtype, device=device)
+        return cls.of(subject, decode, choose_drafter(subject, decode).drafter)
+
+    @classmethod
+    def of(cls, subject: Subject, decode: DecodeConfig, drafter: Drafter | None) -> SpecDecoder:
+        """Return a decoder of what is loaded, that accepts by the rule of the settings."""
+        return cls(
+            subject.base,
+            drafter,
+            tokenizer=subject.tokenizer,
+            acceptance=acceptance_rule(decode),
+            compile=decode.compile,
+            same_rounding=decode.same_rounding,
+        )
 
     def generate(
         self,

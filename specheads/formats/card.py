@@ -20,8 +20,9 @@ from specheads.formats.serving import Serving
 from specheads.formats.write import FORMATS, commands, upload
 from specheads.models.checkpoint import read_config
 from specheads.models.manifest import read_json, read_provenance
-from specheads.models.names import OURS, is_hub_error, keep_to_the_cache_if_unreachable
+from specheads.models.names import OURS
 from specheads.system.files import whole_file
+from specheads.system.hub import is_hub_error, keep_to_the_cache_if_unreachable
 
 CARD = "README.md"
 BEGIN = "<!-- specheads: measured. This part is rewritten; write elsewhere. -->"

@@ -45,9 +45,9 @@ from specheads.models.heads import MedusaHeads, low_rank_heads, pruned_heads
 from specheads.models.kinds import Heads
 from specheads.models.manifest import first_line, write_json
 from specheads.models.mtp import MtpHeads
-from specheads.models.names import is_hub_error
 from specheads.system.files import whole_folder
 from specheads.system.hardware import pick_device
+from specheads.system.hub import is_hub_error
 
 HEADS = tuple(KINDS)
 

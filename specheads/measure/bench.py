@@ -23,7 +23,6 @@ from transformers import CompileConfig, PreTrainedModel
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError, DecodeConfig, SpecBenchConfig
 from specheads.data.suites import Question, QuestionPrompts
-from specheads.decoding import exported
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.exported import (
     Chosen,
@@ -37,6 +36,7 @@ from specheads.decoding.exported import (
     num_parameters,
     tree_kind,
 )
+from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
@@ -597,7 +597,7 @@ def answer_missing(
     if not todo:
         return None
     decode = config.decode
-    drafted = exported.load_decoder(
+    drafted = SpecDecoder.from_pretrained(
         config.checkpoint, decode, base=config.base, dtype=dtype, device=config.device
     )
     plain = replace(drafted, drafter=None, acceptance=None)

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from specheads.config import ConfigError, DecodeConfig, dtype_name, export_of
 from specheads.config.main import EXIT_USAGE
 from specheads.data.rendering import render
-from specheads.decoding.exported import load_decoder
+from specheads.decoding.generate import SpecDecoder
 from specheads.measure.clock import pad_left
 from specheads.measure.quality import log_likelihood, logits_at
 from specheads.models.base import context_length, end_tokens, input_device
@@ -89,7 +89,7 @@ class _Methods:
         hardware.quiet_loading()
         hardware.pin_threads(None)
         checkpoint, batch_size = export_of(str(given["checkpoint"])), str(given["batch_size"])
-        self.decoder = load_decoder(
+        self.decoder = SpecDecoder.from_pretrained(
             checkpoint,
             DecodeConfig(**{key: _typed(key, value) for key, value in decode.items()}),
             base=str(given["base"]),

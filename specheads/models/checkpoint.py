@@ -56,6 +56,7 @@ from specheads.models.names import OURS, base_digest, resolve_name
 from specheads.models.packed import pack_linears
 from specheads.models.quantize import METHODS, quantization_of
 from specheads.system.files import shipped_export, whole_folder
+from specheads.system.hub import fetched_export
 from specheads.system.redact import redact
 
 
@@ -357,7 +358,8 @@ def load_export(
     The heads are to be decoded with: they do not learn until ``heads.requires_grad_()``.
 
     Args:
-        path: an export folder, or ``smollm2`` for the shipped one.
+        path: an export folder, its name on the hub (``owner/name``, ``owner/name@revision``), or
+            ``smollm2`` for the shipped one.
         base: where the original base model is now, if not under its recorded name.
         other_base: a base of other weights is taken, with a line that says so.
         beside: an export that is loaded already, whose base model, of the same weights, is shared.
@@ -370,7 +372,7 @@ def load_export(
             base or its vocabulary is another, tensors are missing or unexpected, or the tree is
             deeper than there are heads.
     """
-    path = Path(shipped_export(str(path)))
+    path = Path(fetched_export(shipped_export(str(path))))
     config = read_config(path)
     _check_tokenizer_files(path, config, check_manifest(path))
     tree = _load_tree(path, config)

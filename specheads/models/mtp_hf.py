@@ -4,7 +4,7 @@ They are the plain model, with its forward and its generate, plus either of two 
 kind in our own form lie under ``mtp.*`` and come back as ``model.mtp``. Sequential heads in
 the transformers MTP standard lie beside the base's layers and are left on disk until
 ``generate(use_mtp=True)`` reads them. ``import specheads`` suffices for the Auto classes to know
-them, see :mod:`specheads.registration`.
+them, see :mod:`specheads.system.registration`.
 """
 
 from __future__ import annotations

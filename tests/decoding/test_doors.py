@@ -50,7 +50,7 @@ def test_what_the_package_offers() -> None:
     from specheads.attention.cache import TreeCache
     from specheads.decoding.generate import SpecDecoder
     from specheads.models.checkpoint import load_export
-    from specheads.registration import register
+    from specheads.system.registration import register
 
     offered = (specheads.TreeCache, specheads.SpecDecoder, specheads.load_export)
     assert offered == (TreeCache, SpecDecoder, load_export) and specheads.register is register

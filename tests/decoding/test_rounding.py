@@ -16,7 +16,8 @@ from specheads.attention.cache import TreeCache
 from specheads.attention.mask import KEY_BLOCK, attend_in_order
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import DecodeConfig
-from specheads.decoding.exported import Subject, make_decoder
+from specheads.decoding.exported import Subject
+from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.stream import Job
 from specheads.measure.bench import Contest
@@ -130,7 +131,7 @@ def test_it_is_there_where_it_is_asked_for(
 ) -> None:
     """Prevents a setting that does nothing, and a slower baseline where nobody asked."""
     subject = Subject(model, build_byte_tokenizer(), None)
-    decoder = make_decoder(subject, DecodeConfig(same_rounding=asked), None)
+    decoder = SpecDecoder.of(subject, DecodeConfig(same_rounding=asked), None)
     contest = Contest.of(subject, 4, same_rounding=asked)
     ids = torch.ones(1, 9, dtype=torch.long)
     for decode_some in (

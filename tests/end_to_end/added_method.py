@@ -11,7 +11,8 @@ import torch
 
 import specheads
 from specheads.config import DecodeConfig
-from specheads.decoding.exported import exported_drafter, load_decoder
+from specheads.decoding.exported import exported_drafter
+from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode, plain_decode
 from specheads.models.checkpoint import load_export
 from tests.end_to_end.commands import SHORT, on_files, start
@@ -47,5 +48,5 @@ def test_added(
     plain = plain_decode(export.base, prompt, max_new_tokens=32).new_tokens
     drafter = exported_drafter(export)
     assert decode(export.base, drafter, prompt, max_new_tokens=32).new_tokens == plain
-    echo = load_decoder(path, DecodeConfig(drafter="echo"), device="cpu")
+    echo = SpecDecoder.from_pretrained(path, DecodeConfig(drafter="echo"), device="cpu")
     assert echo.generate(prompt, 32).new_tokens == plain

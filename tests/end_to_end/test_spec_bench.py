@@ -143,7 +143,7 @@ def test_a_run_goes_on_where_it_stopped(
         answers = {a["question_id"]: a for a in map(json.loads, file.open())}
         assert answers.keys() == {81, 82, 90, 91}
         assert all(answers[each["question_id"]] == each for each in kept)
-    loads = "specheads.decoding.exported.load_decoder"
+    loads = "specheads.decoding.generate.SpecDecoder.from_pretrained"
     monkeypatch.setattr(loads, lambda *_, **__: pytest.fail("loaded"))
     run(config)  # nothing is missing: scored at once
     rows = json.loads(Path(config.out).read_text())["scores"]

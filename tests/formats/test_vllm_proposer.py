@@ -22,7 +22,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from specheads.formats import serving
 from specheads.models import mtp_hf
-from specheads.registration import register
+from specheads.system.registration import register
 from specheads.vllm_proposer import (
     SPARED,
     LookaheadPoolProposer,

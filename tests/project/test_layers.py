@@ -22,7 +22,6 @@ COMMANDS = {
 # Lowest first. A part, which is a folder or a module at the root, imports its own layer and the
 # layers before it.
 LAYERS = [
-    {"registration"},
     {"system"},
     {"attention", "losses"},
     {"config", "verification"},
@@ -31,7 +30,7 @@ LAYERS = [
     {"training", "decoding"},
     {"measure", "regeneration"},
     {"pipeline"},
-    {"stages", *COMMANDS},
+    {"stages", "front", *COMMANDS},
     {"recipes", "__init__"},  # the front door imports what is asked of it
 ]
 # Siblings that must not know each other though they share a layer.
