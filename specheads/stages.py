@@ -112,6 +112,7 @@ class Progress:
                     )
         self.ended: dict[str, float] = self.found["seconds"]
         self.plan: dict[str, Any] = self.found["plan"]
+        self._said = time.monotonic()
 
     @property
     def left(self) -> float:
@@ -130,9 +131,11 @@ class Progress:
         self.ended[name] = round(time.monotonic() - begun, 1)
         self.write()
 
-    def doing(self, what: str) -> None:
-        """Say what takes a while now."""
-        self.say(what)
+    def doing(self, what: str, share: float = 0.0) -> None:
+        """Say what takes a while now, and every ten seconds how much of it is done."""
+        if not share or time.monotonic() - self._said > 10:
+            self.say(f"{what}, {share:.0%}" if share else what)
+            self._said = time.monotonic()
 
     def write(self) -> None:
         """Write the file whole."""

@@ -17,10 +17,11 @@ Shapes: B T batch, n tokens of one document, d hidden size, k stored tokens, V v
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -321,6 +322,7 @@ def write_cache(
     *,
     output: OutputLayer | None = None,
     autocast: bool = False,
+    tell: Callable[[float], object] = lambda share: None,
 ) -> None:
     """Run the base over the documents and write every shard that is not there yet.
 
@@ -334,11 +336,13 @@ def write_cache(
             training.
         output: the base's output layer; only a stored teacher needs it.
         autocast: run under bfloat16 autocast, as in training.
+        tell: told at the start, and after every document which share is done.
 
     Raises:
         ConfigError: if the disk has too little room, or a shard that is there is damaged.
         RunError: if the disk fills up, or numbers are not finite; finished shards stay.
     """
+    tell(0.0)
     if not plan.missing():
         return  # a complete cache may lie on a disk that cannot be written
     with locked(plan.folder, plan.key):
@@ -352,6 +356,8 @@ def write_cache(
         if not (plan.folder / INDEX).is_file():
             with whole_file(plan.folder / INDEX) as path:
                 path.write_bytes(plan.index())
+        counts = [len(range(*shard.documents)) for shard in missing]
+        done = itertools.count(1)
         with undisturbed(base):
             for shard in missing:
                 inside = [documents[i] for i in range(*shard.documents)]
@@ -369,6 +375,7 @@ def write_cache(
                         _check_finite(found["log_probs"], "logits", inside[i])
                     for name, values in found.items():
                         tensors[name][starts[i] : starts[i + 1]] = values
+                    tell(next(done) / sum(counts))
                 with whole_file(plan.folder / shard.file) as path:
                     save_file(tensors, path, metadata=metadata(plan, _contents_sha256(tensors)))
 

@@ -90,7 +90,7 @@ class RunLog:
         self._wandb: WandbLog | None = None
         self._metrics: directory.MetricsFile | None = None
         self._provenance: dict[str, Any] = {}
-        self._doing, self._since = "", 0.0
+        self._doing, self._since, self._share = "", 0.0, 0.0
         self._said = time.monotonic()
         self._ended = threading.Event()
         self._step = self._first = 0
@@ -130,12 +130,20 @@ class RunLog:
     def _break_silence(self) -> None:
         while not self._ended.wait(_SILENT / 10):
             if self._doing and time.monotonic() - self._said >= _SILENT:
-                minutes, seconds = divmod(round(time.monotonic() - self._since), 60)
-                self.say(f"{self._doing}, {minutes}:{seconds:02d}")
+                passed, share = time.monotonic() - self._since, self._share
+                left = f", {share:.0%}, {_clock(passed / share - passed)} left" if share else ""
+                self.say(f"{self._doing}, {_clock(passed)}{left}")
 
-    def doing(self, what: str) -> None:
-        """Take note of what begins now, for lines where nothing else is said; empty: nothing."""
-        self._doing, self._since = what, time.monotonic()
+    def doing(self, what: str, share: float = 0.0) -> None:
+        """Take note of what goes on, for lines where nothing else is said; empty: nothing.
+
+        Args:
+            what: it is.
+            share: of it that is done, where that is known.
+        """
+        if what != self._doing or not share:
+            self._since = time.monotonic()
+        self._doing, self._share = what, share
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close files, bar and wandb, and release the lock; see :meth:`_leave`.
@@ -266,3 +274,8 @@ class RunLog:
             # what is printed from here on, also by others and at exit, must not fail again
             with open(os.devnull, "w") as nowhere:  # noqa: PTH123
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,8 +47,8 @@ class Log(Protocol):
     def say(self, text: str) -> None:
         """Say a line."""
 
-    def doing(self, what: str) -> None:
-        """Take note of what begins now."""
+    def doing(self, what: str, share: float = 0.0) -> None:
+        """Take note of what goes on, and of how much of it is done."""
 
 
 def cached_features(
@@ -88,11 +89,11 @@ def cached_features(
         size = len(stored) * sample.shape[-1]
         return without_features(batches, size, base.dtype), heldout, [said, filling]
     log.say(said)
-    log.doing("storing hidden states")
     caches = []
     shape = batches.rows, batches.seq_len
     for plan, (_, documents) in zip(plans, places, strict=True):
-        teacher_cache.write_cache(plan, documents, base, shape, autocast=autocast)
+        tell = partial(log.doing, "storing hidden states")
+        teacher_cache.write_cache(plan, documents, base, shape, autocast=autocast, tell=tell)
         caches.append(teacher_cache.TeacherCache(plan))
     count, filled = itertools.count(), []
     for batch in heldout if of_rows else []:
@@ -168,10 +169,10 @@ def stored_teacher(
     if cfg.dry_run:
         return Mapped(batches, add_nothing), [said]
     log.say(said)
-    log.doing("storing what the base says")
+    tell = partial(log.doing, "storing what the base says")
     given, autocast = (plan, batches.documents, base), cfg.autocast == "bfloat16"
     shape = batches.rows, batches.seq_len
-    teacher_cache.write_cache(*given, shape, output=output, autocast=autocast)
+    teacher_cache.write_cache(*given, shape, output=output, autocast=autocast, tell=tell)
     return teacher_cache.CachedBatches(batches, teacher_cache.TeacherCache(plan)), []
 
 

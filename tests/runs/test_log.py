@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -69,6 +70,11 @@ def test_a_run_is_never_silent_for_long(
         log.doing("measuring trees")
         time.sleep(0.5)
         assert 1 <= capsys.readouterr().out.count("measuring trees, 0:0") <= 5
+        log.doing("storing")
+        for share in (0.25, 0.5):
+            log.doing("storing", share)
+            time.sleep(0.3)
+        assert re.search(r"storing, 0:0[01], 50%, 0:0[01] left", capsys.readouterr().out)
     time.sleep(0.3)
     assert "measuring" not in capsys.readouterr().out
 
