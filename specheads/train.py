@@ -26,7 +26,7 @@ from specheads.config.compose import load_recipe
 from specheads.config.main import hydra_main
 from specheads.runs.directory import check_run_dir, leaving_nothing, read_rows
 from specheads.system import dist, hardware
-from specheads.system.errors import EXIT_INTERRUPTED
+from specheads.system.errors import EXIT_INTERRUPTED, need
 from specheads.system.files import conf_dir
 from specheads.system.hardware import keep_freed_memory
 from specheads.system.launch import read_launcher
@@ -58,6 +58,10 @@ def train(cfg: TrainConfig) -> None:
         names = sorted(path.stem for path in (conf_dir() / "recipe").glob("*.yaml"))
         raise ConfigError(f"choose a recipe: +recipe={'|'.join(names)}")
     hardware.pick_device(cfg.device)  # or a line why not, before anything is read
+    if cfg.deepspeed:
+        need("deepspeed", "deepspeed", "deepspeed=")
+    if cfg.adapter.kind == "lora":
+        need("peft", "train", "adapter=lora")
     run = load_recipe(cfg.recipe)
     check_run_dir(Path(cfg.run_dir), cfg.resume)
     from specheads.pipeline import run_recipe

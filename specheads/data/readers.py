@@ -21,6 +21,7 @@ from typing import Any
 
 from specheads.config import ConfigError, DataConfig
 from specheads.data.schema import RecordError, check_columns, naming, one_line, usable, wanted
+from specheads.system.errors import need
 
 MAX_DEPTH = 64  # of objects and lists in a row; what reads them by recursion has a limit
 _BATCH = 256  # rows of a table that are converted at a time
@@ -248,10 +249,11 @@ def _hub_rows(data: DataConfig, split: str, row: int = 0, place: object = None) 
 
     A stream still passes over those that are left out. Code of the data set is never run.
     """
-    import datasets
-
     assert data.path is not None
     what = f"data.path={data.path}"
+    need("datasets", "train", what)
+    import datasets
+
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:

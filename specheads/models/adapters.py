@@ -37,6 +37,7 @@ from specheads.models.quantize import (
     quantization_of,
     quiet_bitsandbytes,
 )
+from specheads.system.errors import need
 
 Part = TypeVar("Part", bound=nn.Module)
 NAME = "default"  # peft's name of the only adapter
@@ -224,6 +225,7 @@ def inject(base: PreTrainedModel, names: Sequence[str], **settings: Any) -> None
         names: full names of linear layers.
         **settings: of peft's LoraConfig.
     """
+    need("peft", "train", "an adapter")
     quiet_bitsandbytes()  # peft imports it where it is installed
     from peft import LoraConfig, inject_adapter_in_model
 

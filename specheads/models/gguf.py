@@ -12,7 +12,6 @@ import shutil
 import struct
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -33,6 +32,7 @@ from transformers import (
 from specheads.config import ConfigError, RunError
 from specheads.models.digest import cache_dir, file_sha256
 from specheads.models.manifest import check_counts, expect, one_line
+from specheads.system.errors import need
 from specheads.system.files import locked, whole_folder, writing
 
 # of the metadata: a vocabulary of 262,144 takes a million, and as many if merges stand there too
@@ -62,10 +62,7 @@ def gguf_folder(file: Path) -> Path:
     folder = cache_dir() / "gguf" / file_sha256(file)
     if folder.is_dir():  # put there in one piece
         return folder
-    if find_spec("gguf") is None:
-        raise ConfigError(
-            f"{file} needs the package gguf to be read: pip install 'specheads[gguf]'"
-        )
+    need("gguf", "gguf", str(file))
     opened = _Opened(file)
     with locked(folder.parent, "SPECHEADS_CACHE"):
         if not folder.is_dir():

@@ -10,7 +10,6 @@ losses read the matrix itself.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from types import MethodType
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from specheads.config import ConfigError
+from specheads.system.errors import need
 
 METHODS = ("nf4", "int8")
 
@@ -53,8 +53,7 @@ def need_bitsandbytes(setting: str) -> None:
     Raises:
         ConfigError: naming the ``setting`` that needs it.
     """
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"{setting} needs: pip install bitsandbytes")
+    need("bitsandbytes", "quant", setting)
     quiet_bitsandbytes()
 
 

@@ -145,7 +145,10 @@ class WandbLog:
         try:
             import wandb
         except ImportError:
-            say("wandb is not installed; metrics go to metrics.jsonl only")
+            say(
+                "wandb is not installed (pip install 'specheads[wandb]'); metrics go to"
+                " metrics.jsonl only"
+            )
             return
         self._wandb = wandb
         if mode == "auto":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +41,18 @@ def check(ok: bool, key: str, value: object, expected: str) -> None:
     """Raise ConfigError unless ``ok``."""
     if not ok:
         raise ConfigError(f"{key} must be {expected}, got {value!r}")
+
+
+def need(module: str, extra: str, what: str) -> None:
+    """Raise ConfigError with the command that installs a package, if it is missing.
+
+    Args:
+        module: as it is imported.
+        extra: of specheads, that brings it.
+        what: needs it; a setting, say.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"{what} needs {module}: pip install 'specheads[{extra}]'")
 
 
 def refuse(problems: Mapping[str, object]) -> None:

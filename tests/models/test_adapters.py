@@ -400,7 +400,7 @@ def test_a_missing_bitsandbytes_is_one_line(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else real(name)
     )
-    with pytest.raises(ConfigError, match="quantization=nf4 needs: pip install bitsandbytes"):
+    with pytest.raises(ConfigError, match="quantization=nf4 needs bitsandbytes: pip install"):
         load_base_model(str(tiny_model_dir), quantization="nf4")
 
 

@@ -213,7 +213,7 @@ def test_without_gguf_one_line_says_what_to_install(
     tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The package is an extra: without it a ModuleNotFoundError from within."""
-    monkeypatch.setattr(subject, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused(tmp_path, whole, r"pip install 'specheads\[gguf\]'")
     with pytest.raises(ConfigError, match=r"gone.gguf: there is no such file"):
         resolve_name(str(tmp_path / "gone.gguf"))

@@ -195,7 +195,7 @@ def test_a_missing_bitsandbytes_is_one_line(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     cfg = toy_config(tmp_path, optim__name="adamw8bit")
     objective = ToyObjective()
-    with pytest.raises(ConfigError, match="optim.name=adamw8bit needs: pip install bitsandbytes"):
+    with pytest.raises(ConfigError, match="optim.name=adamw8bit needs bitsandbytes: pip install"):
         open_engine(objective, param_groups(cfg.optim, heads=(objective, 0.1)), cfg)
 
 
