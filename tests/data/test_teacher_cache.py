@@ -571,7 +571,11 @@ def test_a_run_plans_writes_and_reuses_its_cache(
     cfg = _config(tiny_model_dir, tmp_path / "f")
     data: Any = SimpleNamespace(train=_batches(documents), heldout=heldout)
     said: list[str] = []
-    given: Any = (tiny_llama, data, SimpleNamespace(say=said.append, doing=lambda what: None))
+    given: Any = (
+        tiny_llama,
+        data,
+        SimpleNamespace(say=said.append, doing=lambda what, share: None),
+    )
     dry = _config(tiny_model_dir, tmp_path / "f", dry_run=True)
     planned, _ = cached_features(dry, *given)[2]
     assert "still to be written" in planned and "\n" not in planned

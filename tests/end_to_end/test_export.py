@@ -278,6 +278,8 @@ def test_a_path_that_vllm_takes_for_another_drafter_is_refused(
             "push is o/d-eagle3: .* 'eagle3'",
         ),
     ):
+        if f"'{form}'" in message:  # which it is
+            continue
         with pytest.raises(ConfigError, match=f"{message}.*without it") as refused:
             export.run(ExportConfig(checkpoint="gone", format=form, **settings))  # type: ignore[arg-type]
         assert "\n" not in str(refused.value)

@@ -7,14 +7,14 @@ import socket
 import pytest
 from huggingface_hub import constants
 
-from specheads.models import names
 from specheads.models.names import resolve_name
+from specheads.system import hub
 
 
 @pytest.fixture(autouse=True)
 def _online(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(names, "getproxies", dict)
+    monkeypatch.setattr(hub, "getproxies", dict)
 
 
 def test_an_unreachable_hub_is_not_waited_for(
@@ -36,7 +36,7 @@ def test_a_hub_that_answers_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_name("nobody/tiny")
         assert not constants.HF_HUB_OFFLINE
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(names, "getproxies", lambda: {"https": "http://proxy:3128"})
+    monkeypatch.setattr(hub, "getproxies", lambda: {"https": "http://proxy:3128"})
     resolve_name("nobody/tiny")
     assert not constants.HF_HUB_OFFLINE, "only the proxy can tell"
     resolve_name("tinycode")
