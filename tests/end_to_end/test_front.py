@@ -95,7 +95,7 @@ def test_a_recipe_from_python(tmp_path: Path) -> None:
     run = specheads.run_recipe(
         "medusa1", model="tinycode", steps=4, run_dir=str(tmp_path / "run"), data__rows=1,
         evaluate__num_prompts=2, evaluate__temperatures=[0.0], log__wandb="disabled",
-        data="pycode", data__documents=8,
+        data="pycode", data__max_records=40,
     )  # fmt: skip
     assert run == tmp_path / "run"
     assert specheads.load(run / "export").generate("x", max_new_tokens=3).tokens
