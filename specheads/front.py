@@ -33,14 +33,9 @@ from specheads.config import ConfigError, DecodeConfig, TrainConfig
 from specheads.config.commands import TextSettings
 from specheads.data.chat import Encoder
 from specheads.data.schema import Record
-from specheads.decoding.exported import (
-    Chosen,
-    Subject,
-    choose_drafter,
-    load_subject,
-)
+from specheads.decoding.conversation import StepPrinter, text_of
+from specheads.decoding.exported import Chosen, Subject, choose_drafter, load_subject
 from specheads.decoding.generate import SpecDecoder, decode_many, decode_prompts
-from specheads.decoding.result import DecodedRow
 from specheads.models.base import context_length
 from specheads.system import hardware
 from specheads.system.files import shipped_export
@@ -237,19 +232,12 @@ class Model:
         start = time.perf_counter()
         rows = dict(decode_many(self.decoder, drawn, ids, limits, batch_size, **settings))
         seconds = time.perf_counter() - start
-        found = [self._generated(ids[i], rows[i], seconds) for i in range(len(ids))]
+        found = []
+        for i, read in enumerate(ids):
+            new, lengths = rows[i].new_tokens, rows[i].accept_lengths
+            text = text_of(self.subject.tokenizer, new)
+            found.append(Generated(text, new, read, lengths, rows[i].finished, seconds))
         return found if several else found[0]
-
-    def _generated(self, prompt: list[int], row: DecodedRow, seconds: float) -> Generated:
-        text = self._text(row.new_tokens)
-        lengths = row.accept_lengths
-        return Generated(text, row.new_tokens, prompt, lengths, row.finished, seconds)
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        found = self.subject.tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return cast(str, found)
 
     def stream(
         self,
@@ -304,18 +292,18 @@ class Model:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        tokens: list[int] = []
-        given = ""
+        shown: list[str] = []
+        printer = StepPrinter(self.subject.tokenizer, shown.append, color=False)
         try:
             while (step := steps.get()) is not None:
                 if isinstance(step, BaseException):
                     raise step
-                tokens += step
-                text = self._text(tokens).rstrip("\ufffd")
-                yield Piece(text[len(given) :], step)
-                given = max(given, text, key=len)
-            if rest := self._text(tokens)[len(given) :]:
-                yield Piece(rest, [])
+                printer(0, step)
+                yield Piece("".join(shown), step)
+                shown.clear()
+            printer.finish()
+            if shown:
+                yield Piece("".join(shown), [])
         finally:
             closed.set()
             thread.join()

@@ -24,14 +24,20 @@ from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
 from specheads.formats import serving
-from specheads.formats.medusa import check_number, check_output, check_shape, times
+from specheads.formats.medusa import (
+    MOST_LAYERS,
+    check_number,
+    check_output,
+    check_shape,
+    times,
+)
 from specheads.formats.serving import Job, Serving
 from specheads.models.base import context_length
 from specheads.models.block import BlockForm, BlockHeads
 from specheads.models.checkpoint import cast_tensors, load_export
 from specheads.models.eagle import EagleForm, EagleHeads
 from specheads.models.manifest import TensorFiles, write_json
-from specheads.models.output import OutputLayer, output_layer
+from specheads.models.output import OutputLayer, num_layers, output_layer
 from specheads.models.tapped import TappedHeads
 from specheads.system.files import whole_folder
 
@@ -244,23 +250,19 @@ def serve(kind: str, place: str, base: str, info: dict[str, Any]) -> list[Servin
     """Return how engines serve a folder in the format ``kind``."""
     num = info["num_heads"]
     vllm = {"method": kind, "model": place, "num_speculative_tokens": num}
-    sglang: dict[str, Any] = {"draft_model_path": place}
     runs = "a chain of guesses, no tree"
-    if kind == "eagle3":
-        sglang_command = serving.sglang(base, "EAGLE3", num, **sglang)
-        tensorrt = serving.tensorrt(
-            base, decoding_type="Eagle3", max_draft_len=num, speculative_model=place
-        )
-    else:
-        sglang_command = serving.sglang(base, kind.upper(), **sglang)
-        found = {"decoding_type": "DFlash", "max_draft_len": num, "speculative_model": place}
-        no_place = Serving("TensorRT-LLM", "", "its documents name no such checkpoint")
-        tensorrt = serving.tensorrt(base, **found) if kind == "dflash" else no_place
+    steps = num if kind == "eagle3" else 0
+    sglang = serving.sglang(base, kind.upper(), steps, draft_model_path=place)
+    method = {"eagle3": "Eagle3", "dflash": "DFlash"}.get(kind, "")
+    tensorrt = Serving("TensorRT-LLM", "", "its documents name no such checkpoint")
+    if method:
+        about = {"decoding_type": method, "max_draft_len": num, "speculative_model": place}
+        tensorrt = serving.tensorrt(base, **about)
     options = f"base.gguf -md draft.gguf --spec-type draft-{kind} --spec-draft-n-max {num}"
     needs = "; needs vLLM's second model runner (a GPU)" if kind == "dspark" else ""
     return [
         serving.vllm(base, vllm, runs + needs),
-        sglang_command._replace(note="layout=native is what it reads"),
+        sglang._replace(note="layout=native is what it reads"),
         tensorrt,
         serving.llama_cpp(options, f"{base} and for {place} (--target-model-dir {base})"),
     ]
@@ -316,6 +318,9 @@ class Layout:
         """
         output = output_layer(base)
         vocab_size, hidden_size = output.weight.shape
+        taps, layers = self._taps(), num_layers(base)
+        if max(taps) >= layers:
+            self._refuse("the layers that are tapped", taps, f"layers of the base's {layers}")
         self.notes += check_output("these heads have", output, "so are those of the heads now,")
         if "embed_tokens.weight" in self.files.header:
             own = self.files.read(["embed_tokens.weight"])["embed_tokens.weight"]
@@ -359,7 +364,19 @@ class Layout:
         return _their_name(name, self.kind, LAYOUTS[named])
 
     def _heads(self, hidden_size: int, vocab_size: int) -> TappedHeads:
-        """Build the heads that the config describes."""
+        """Build the heads that the config describes.
+
+        Raises:
+            ConfigError: one line, whatever a stranger has written there.
+        """
+        file = self.files.where.parent / "config.json"
+        try:
+            return self._described(hidden_size, vocab_size)
+        except (AttributeError, TypeError, ValueError) as error:
+            said = str(error)
+            raise ConfigError(said if said.startswith(str(file)) else f"{file}: {said}") from None
+
+    def _described(self, hidden_size: int, vocab_size: int) -> TappedHeads:
         config, eagle = self.config, self.kind == "eagle3"
         get = config.get
         rope = get("rope_parameters") or get("rope_scaling") or {}
@@ -391,26 +408,24 @@ class Layout:
         own = "lm_head.weight" in self.files.header
         lm_head = "pruned" if reduced else "own" if own else "shared"
         kept = kept if reduced else 0
-        try:
-            if eagle:
-                norms = {key: bool(get(key, False)) for key in _EAGLE_KEYS}
-                form = EagleForm.stored({**sizes, **norms, "num_taps": len(sizes["taps"])})
-                number = get("speculative_tokens") or _STEPS
-                check_number(self.files, number)
-                return EagleHeads(number, hidden_size, vocab_size, lm_head, form, kept)
-            anchored = bool(get("sample_from_anchor", self.kind == "dspark"))
-            more = {"form": "published", "sample_from_anchor": anchored}
-            more["mask_token_id"] = get("mask_token_id") or 0
-            block = BlockForm.stored({**sizes, **more, "num_taps": len(sizes["taps"])})
-            number = get("block_size", 0) - (not anchored)
+        if eagle:
+            norms = {key: bool(get(key, False)) for key in _EAGLE_KEYS}
+            form = EagleForm.stored({**sizes, **norms, "num_taps": len(sizes["taps"])})
+            number = get("speculative_tokens") or _STEPS
             check_number(self.files, number)
-            rank = get("markov_rank", 0) if self.kind == "dspark" else 0
-            return BlockHeads(
-                number, get("num_hidden_layers", 1), hidden_size, vocab_size, lm_head, block, kept,
-                rank,
-            )  # fmt: skip
-        except (ConfigError, TypeError, ValueError) as error:
-            raise ConfigError(f"{self.files.where.parent / 'config.json'}: {error}") from None
+            return EagleHeads(number, hidden_size, vocab_size, lm_head, form, kept)
+        anchored = bool(get("sample_from_anchor", self.kind == "dspark"))
+        more = {"form": "published", "sample_from_anchor": anchored}
+        more["mask_token_id"] = get("mask_token_id") or 0
+        block = BlockForm.stored({**sizes, **more, "num_taps": len(sizes["taps"])})
+        number, layers = get("block_size", 0) - (not anchored), get("num_hidden_layers", 1)
+        check_number(self.files, number)
+        rank = get("markov_rank", 0) if self.kind == "dspark" else 0
+        if not 1 <= layers <= MOST_LAYERS:
+            self._refuse("num_hidden_layers", layers, f"1 to {MOST_LAYERS}")
+        if not 0 <= rank <= hidden_size:
+            self._refuse("markov_rank", rank, f"0 to {hidden_size}")
+        return BlockHeads(number, layers, hidden_size, vocab_size, lm_head, block, kept, rank)
 
     def _taps(self) -> list[int]:
         """Return the tapped layers, counted from 0."""
@@ -438,9 +453,9 @@ def kind_of(config: dict[str, Any]) -> str:
     kind = config.get("speculators_model_type")
     if kind in FORMATS:
         return str(kind)
-    named = config.get("architectures") or [""]
-    found = [kind for kind, names in _ARCHITECTURES.items() if named[0] in names]
-    return found[0] if found else ""
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else ""
+    return next((kind for kind, names in _ARCHITECTURES.items() if first in names), "")
 
 
 def layout_of(files: TensorFiles, config: dict[str, Any]) -> Layout:
@@ -454,6 +469,7 @@ def layout_of(files: TensorFiles, config: dict[str, Any]) -> Layout:
             raise ConfigError(f"{where}: {key} is {inner!r:.80}, expected an object")
         # what stands outside is the drafter's own, but for the layer's sizes
         flat = {**inner, **flat}
-    methods = flat.get("proposal_methods") or [{}]
-    flat["speculative_tokens"] = methods[0].get("speculative_tokens")
+    methods = flat.get("proposal_methods")
+    if isinstance(methods, list) and methods and isinstance(methods[0], dict):
+        flat["speculative_tokens"] = methods[0].get("speculative_tokens")
     return Layout(files, kind_of(config), flat, list(files.notes))

@@ -84,7 +84,7 @@ def fetched_export(name: str) -> str:
         for file in inside:
             hf_hub_download(repository, file, revision=commit)
     except Exception as error:
-        if not (isinstance(error, KeyError | TypeError) or is_hub_error(error)):
+        if not (isinstance(error, KeyError | TypeError | AttributeError) or is_hub_error(error)):
             raise
         return name  # a plain model, or what its loading has a line for
     for file in _BESIDE:

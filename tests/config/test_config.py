@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from specheads.config.compose import swept
 from specheads.config.main import tidy_arguments
 from specheads.models.base import torch_dtype
 from specheads.system.files import conf_dir, recipes_dir
-from specheads.train import load_recipe
+from specheads.train import load_recipe, train
 from tests.composed import composed as compose
 
 
@@ -244,3 +245,22 @@ def test_a_file_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for wrong in ("my.csv", "csv", "none/such"):
         with pytest.raises(ConfigError, match=rf"^data={wrong}: expected a file that ends in .jso"):
             tidy_arguments([f"data={wrong}"])
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "extra"),
+    [
+        ("peft", ["+recipe=medusa2", "adapter=lora"], "train"),
+        ("deepspeed", ["+recipe=medusa1", "deepspeed=zero1"], "deepspeed"),
+    ],
+)
+def test_a_missing_extra_is_named_before_anything_is_loaded(
+    module: str, words: list[str], extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour's run that ends in a ModuleNotFoundError, and a guess at the package's name."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == module else real(name)
+    )
+    with pytest.raises(ConfigError, match=rf"needs {module}: pip install 'specheads\[{extra}\]'"):
+        train(compose("train", words))

@@ -571,16 +571,16 @@ def test_a_run_plans_writes_and_reuses_its_cache(
     cfg = _config(tiny_model_dir, tmp_path / "f")
     data: Any = SimpleNamespace(train=_batches(documents), heldout=heldout)
     said: list[str] = []
-    given: Any = (
-        tiny_llama,
-        data,
-        SimpleNamespace(say=said.append, doing=lambda what, share: None),
-    )
+    shares: list[float] = []
+    log = SimpleNamespace(say=said.append, doing=lambda what, share: shares.append(share))
+    given: Any = tiny_llama, data, log
     dry = _config(tiny_model_dir, tmp_path / "f", dry_run=True)
     planned, _ = cached_features(dry, *given)[2]
     assert "still to be written" in planned and "\n" not in planned
     assert not (tmp_path / "f").exists()
     batches, rows, _ = cached_features(cfg, *given)
+    # of the texts and of the held-out ones, which waiting users see
+    assert shares.count(0.0) == shares.count(1.0) == 2 and len(shares) > 4
     for folder in (tmp_path / "f", tmp_path / "f" / "heldout"):
         files = [path.read_bytes() for path in folder.glob("*.safetensors")]
         headers = sum(8 + int.from_bytes(data[:8], "little") for data in files)

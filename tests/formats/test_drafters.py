@@ -25,6 +25,7 @@ from tests.models.test_heads_contract import drawn
 from tests.readers.drafters import DFlash, Drafter, Eagle3
 
 STEPS, AT = 3, 6
+Damage = Callable[[dict[str, Any], dict[str, Tensor]], None]
 PUBLISHED = {"form": "published", "mask_token_id": 256}
 DSPARK: dict[str, Any] = {"correction": "markov", "markov_rank": 6}
 # what is exported, the format, and who reads it
@@ -142,6 +143,18 @@ def test_engines_read_the_same_logits_and_so_do_we(
     torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-5)
 
 
+def damaged(damage: Damage, base: Path, tmp_path: Path, name: str = "eagle3") -> tuple[Path, Path]:
+    """Return a native export, and what it was written as, changed by ``damage``."""
+    native, written = make(name, base, tmp_path), tmp_path / "out"
+    export(ExportConfig(checkpoint=str(native), output=str(written), format=CASES[name][1]))
+    config = json.loads((written / "config.json").read_text())
+    tensors = load_file(written / "model.safetensors")
+    damage(config, tensors)
+    (written / "config.json").write_text(json.dumps(config))
+    save_file(tensors, written / "model.safetensors")
+    return native, written
+
+
 def off_by_one(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Tap the next layers."""
     ids = config["eagle_aux_hidden_state_layer_ids"]
@@ -159,17 +172,9 @@ def other_norm(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("damage", [off_by_one, ids_for_offsets, other_norm])
-def test_the_reader_sees_what_engines_would_not(
-    damage: Callable[[dict[str, Any], dict[str, Tensor]], None], base: Path, tmp_path: Path
-) -> None:
+def test_the_reader_sees_what_engines_would_not(damage: Damage, base: Path, tmp_path: Path) -> None:
     """A reader that makes the same of a damaged folder proves nothing about a whole one."""
-    native, written = make("eagle3", base, tmp_path), tmp_path / "out"
-    export(ExportConfig(checkpoint=str(native), output=str(written), format="eagle3"))
-    config = json.loads((written / "config.json").read_text())
-    tensors = load_file(written / "model.safetensors")
-    damage(config, tensors)
-    (written / "config.json").write_text(json.dumps(config))
-    save_file(tensors, written / "model.safetensors")
+    native, written = damaged(damage, base, tmp_path)
     ids = torch.randint(0, 256, (AT + STEPS + 4,)).tolist()
     try:
         found = theirs(Eagle3, written, base, ids)
@@ -215,7 +220,7 @@ def test_what_cannot_be_written_is_one_line(
     assert "\n" not in str(caught.value) and not output.exists()
 
 
-def changed(key: str, value: object) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
+def changed(key: str, value: object) -> Damage:
     """Return what sets a key of the layer's config, or of all."""
 
     def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -225,12 +230,12 @@ def changed(key: str, value: object) -> Callable[[dict[str, Any], dict[str, Tens
     return change
 
 
-def without(name: str) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
+def without(name: str) -> Damage:
     """Return what takes a tensor away."""
     return lambda config, tensors: tensors.__delitem__(name)
 
 
-def more(name: str) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
+def more(name: str) -> Damage:
     """Return what adds a tensor."""
     return lambda config, tensors: tensors.__setitem__(name, torch.zeros(4))
 
@@ -253,20 +258,45 @@ def more(name: str) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
     ],
 )
 def test_a_damaged_folder_is_one_line(
-    damage: Callable[[dict[str, Any], dict[str, Tensor]], None],
+    damage: Damage,
     message: str,
     base: Path,
     tmp_path: Path,
 ) -> None:
     """A folder that says one thing and holds another becomes heads that guess nothing."""
-    native, written = make("eagle3", base, tmp_path), tmp_path / "out"
-    export(ExportConfig(checkpoint=str(native), output=str(written), format="eagle3"))
-    config = json.loads((written / "config.json").read_text())
-    tensors = load_file(written / "model.safetensors")
-    damage(config, tensors)
-    (written / "config.json").write_text(json.dumps(config))
-    save_file(tensors, written / "model.safetensors")
+    native, written = damaged(damage, base, tmp_path)
     back = tmp_path / "back"
     with pytest.raises(ConfigError, match=message) as caught:
         export(ExportConfig(checkpoint=str(written), base=str(base), output=str(back)))
     assert "\n" not in str(caught.value) and not back.exists()
+
+
+KEYS = (
+    "speculators_config", "transformer_layer_config", "rope_parameters", "layer_types",
+    "block_size", "draft_vocab_size", "num_attention_heads", "num_hidden_layers", "markov_rank",
+    "mask_token_id", "aux_hidden_state_layer_ids", "architectures", "rms_norm_eps",
+    "intermediate_size",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["x", 1 << 40, -3, [1], {"a": 2}], ids=str)
+def test_a_strangers_config_never_ends_in_a_traceback(
+    value: object, base: Path, tmp_path: Path
+) -> None:
+    """A key of another type, or a number that builds modules for hours, is found by its users."""
+    for key in KEYS:
+        place = tmp_path / key
+        place.mkdir()
+        written = damaged(changed(key, value), base, place, "dspark")[1]
+        back = place / "back"
+        try:
+            export(ExportConfig(checkpoint=str(written), base=str(base), output=str(back)))
+        except ConfigError as error:
+            assert "\n" not in str(error) and not back.exists()
+
+
+def test_a_tap_beyond_the_base_is_found_before_it_is_decoded(base: Path, tmp_path: Path) -> None:
+    """The heads of a deeper base of the same width would be brought in, and fail at first use."""
+    written = damaged(changed("aux_hidden_state_layer_ids", [5]), base, tmp_path, "dflash")[1]
+    with pytest.raises(ConfigError, match=r"tapped is \[4\], expected layers of the base's 4"):
+        export(ExportConfig(checkpoint=str(written), base=str(base), output=str(tmp_path / "b")))
