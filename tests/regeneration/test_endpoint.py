@@ -50,10 +50,11 @@ class Server:
                     outer.at_once += 1
                     outer.most_at_once = max(outer.most_at_once, outer.at_once)
                 try:
-                    self.reply(script(number, self.path, body))
+                    found = script(number, self.path, body)
                 finally:
-                    with lock:
+                    with lock:  # before the answer, behind which the next request may come at once
                         outer.at_once -= 1
+                self.reply(found)
 
             do_GET = do_POST  # noqa: N815
 
