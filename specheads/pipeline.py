@@ -58,6 +58,7 @@ from specheads.system import dist, hardware, heartbeat
 from specheads.system.errors import refuse
 from specheads.training.best import chosen as chosen_step
 from specheads.training.checkpoints import ready_to_resume, seed_generators
+from specheads.training.forecast import forecast, without_weights
 from specheads.training.heldout import Original, heads_accuracy, heldout_agreement, heldout_loss
 from specheads.training.loop import Stage
 from specheads.training.objectives import DraftObjective
@@ -73,6 +74,9 @@ def run_recipe(
     Raises:
         ConfigError: if there is nothing that could be resumed.
     """
+    if cfg.dry_run and without_weights(cfg.model.name):
+        say(forecast(cfg))
+        return
     if cfg.resume:
         cfg = ready_to_resume(cfg, say)
     hardware.pin_threads(None)
