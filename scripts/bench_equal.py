@@ -1,0 +1,359 @@
+"""Every kind of drafter on equal terms: the same base, texts, stored hidden states and minutes.
+
+Each kind is trained for as many minutes, by the pace of a few steps on this machine, with the best
+of three learning rates, which runs of a few minutes choose; the best kinds with three seeds. All
+heads read one store of hidden states, made once. Chains and trees grown in each step are decoded
+and counted on half of the questions; on them each kind's shape is chosen, the one with the most
+tokens per second. The other half, which no setting was looked at on, is what the clock and the
+table's accept lengths are of.
+
+What is finished lies in a file of its own (``--out``, a cell for each kind and seed) and is not
+made again, so that the script can be stopped and started:
+
+    python scripts/bench_equal.py --base smollm2 --train-only
+    python scripts/bench_equal.py --base smollm2
+    python scripts/bench_equal.py --base tinycode
+"""
+
+import gzip
+import json
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import harness
+import torch
+from omegaconf import OmegaConf
+
+from specheads.attention.tree import Tree
+from specheads.config import DecodeConfig
+from specheads.decoding.choose import choose_drafter
+from specheads.decoding.exported import Subject, exported_drafter, load_subject, num_parameters
+from specheads.measure.bench import Contest
+from specheads.measure.clock import Method, Prompt, prompts_of
+from specheads.models.base import load_config
+from specheads.models.checkpoint import read_config
+from specheads.system import hardware
+
+CHAIN, NUM_NODES = "chain", (8, 16, 32)
+DEPTH = 5  # of chains, and heads that every kind has
+TEMPERATURES = (0.0, 1.0)
+PROBE = 12  # steps whose pace decides how many fit into the minutes
+DRAFT = "draft"
+HEADS = (
+    *("optim=muon", "optim.schedule=wsd", "optim.decay_fraction=0.5", "data.rows=8"),
+    *("evaluate.num_prompts=2", "evaluate.minutes=0.1", "log.every=1", "log.wandb=disabled"),
+    f"tree.num_nodes={NUM_NODES[0]}",
+)
+
+
+@dataclass
+class Settings:
+    """What is compared, and where the runs are.
+
+    Attributes:
+        base: smollm2 or tinycode
+        kinds: only these
+        seeds: of the runs
+        num_prompts: half of them choose the shapes, half are reported on
+        train_only: measure later, when it is quiet
+        out: folder of the cells
+    """
+
+    base: Literal["smollm2", "tinycode"] = "smollm2"
+    runs: Path = harness.ROOT / "runs" / "equal"
+    out: Path = harness.ROOT / "benchmarks" / "equal"
+    kinds: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+    num_prompts: int = 96
+    max_new_tokens: int = 64
+    train_only: bool = False
+
+
+@dataclass(frozen=True)
+class Base:
+    """What is particular to a base.
+
+    Attributes:
+        minutes: of each training, and of each that chooses a learning rate.
+        data: the texts.
+        taps: every layer whose states any kind reads, for the one store.
+        kept: tokens that heads guess among; 0: all.
+        rates: learning rates that are tried, with Muon and with AdamW.
+        questions: that are decoded.
+        draft: of the draft model.
+    """
+
+    minutes: tuple[float, float]
+    data: tuple[str, ...]
+    taps: tuple[int, ...]
+    kept: int
+    rates: tuple[tuple[str, ...], tuple[str, ...]]
+    questions: Path
+    draft: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of drafter.
+
+    Attributes:
+        name: of its row.
+        words: the recipe, and what makes it this kind.
+        muon: trained with Muon; else as its recipe says.
+        taps: what of a base's taps it reads, from the ones in the store.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    muon: bool = True
+    taps: tuple[int, ...] = ()
+
+
+def bases(runs: Path) -> dict[str, Base]:
+    """Return the bases; SmolLM2's texts are the committed ones, unpacked into ``runs``."""
+    answers = runs / "answers.jsonl"
+    data = harness.ROOT / "data"
+    return {
+        "smollm2": Base(
+            (10, 2),
+            ("model=smollm2", "data=jsonl", f"data.path={answers}"),
+            (1, 2, 7, 14, 15, 20, 26, 27),
+            8192,
+            (("1e-3", "2e-3", "4e-3"), ("3e-4", "1e-3", "3e-3")),
+            data / "real" / "questions.jsonl",
+            ("draft.layers=2", "draft.start=base"),
+        ),
+        "tinycode": Base(
+            (3, 0.5),
+            harness.CORPUS,
+            (0, 1, 2, 3),
+            0,
+            (("3e-3", "6e-3", "1.2e-2"), ("1e-3", "3e-3", "6e-3")),
+            data / "tinycode" / "prompts.jsonl",
+            ("draft.layers=1",),
+        ),
+    }
+
+
+def kinds(base: Base) -> list[Kind]:
+    """Return the kinds of drafters for a base."""
+    medusa, heads = "+recipe=medusa1", f"heads.num_heads={DEPTH}"
+    pruned = ("heads.lm_head=pruned", f"heads.num_kept={base.kept}")
+    own = pruned if base.kept else ("heads.lm_head=own",)
+    shared = ("heads.lm_head=shared_pruned", pruned[1]) if base.kept else ("heads.lm_head=shared",)
+    return [
+        Kind("medusa1", (medusa, heads, *own)),
+        Kind("markov", (medusa, "heads=markov", heads, *own)),
+        Kind("hydra_plus", (medusa, "heads=hydra_plus", heads, *own)),
+        Kind(
+            "mtp",
+            ("+recipe=mtp_finetune", f"mtp.num_heads={DEPTH + 1}", "mtp.variant=sequential"),
+            muon=False,
+        ),
+        Kind("eagle3", ("+recipe=eagle3", heads, *own)),
+        Kind("dflash", ("+recipe=dflash", heads, *shared)),
+        Kind("dspark", ("+recipe=dspark", heads, *shared)),
+        Kind("block", ("+recipe=block", heads, *shared)),
+        Kind(DRAFT, ("+recipe=distill", *base.draft)),
+    ]
+
+
+def words_of(kind: Kind, base: Base, runs: Path) -> list[str]:
+    """Return the settings of a kind's trainings, but for steps, seed and learning rate."""
+    given = [*kind.words, *base.data, *(HEADS if kind.muon else HEADS[3:])]
+    if kind.name == DRAFT:
+        return [word for word in given if not word.startswith("tree.")]
+    store = [f"features.dir={runs / 'features'}", f"features.taps={list(base.taps)}"]
+    return [*given, *(word.replace(" ", "") for word in store), "autocast=bfloat16"]
+
+
+def seconds_per_step(run: Path) -> float:
+    """Return the median seconds of a step of a run that said each of them, the first left out."""
+    data = OmegaConf.load(run / "config.yaml").data
+    tokens = data["rows"] * data["seq_len"]
+    pace = [line["train/tokens_per_second"] for line in harness.clocked_lines(run)][2:]
+    return tokens / statistics.median(pace)
+
+
+def trained(
+    kind: Kind, given: Settings, rate: str, minutes: float, seed: int
+) -> tuple[Path, dict[str, Any]]:
+    """Train a kind for some minutes, and say how many steps these were."""
+    base, runs = bases(given.runs)[given.base], given.runs / given.base
+    words = words_of(kind, base, runs)
+    probe = runs / f"{kind.name}-probe"
+    harness.train(probe, [*words, f"optim.lr={rate}", f"steps={PROBE}", "optim.warmup_steps=1"])
+    steps = max(PROBE, int(60 * minutes / seconds_per_step(probe)))
+    run = runs / f"{kind.name}-{rate}-{minutes:g}-{seed}"
+    made = harness.train(run, [*words, f"optim.lr={rate}", *harness.training_length(steps, seed)])
+    return made, {"rate": rate, "steps": steps, "minutes": minutes}
+
+
+def opened(kind: Kind, export: Path, given: Settings, *, first: bool) -> "Contender":
+    """Load what was trained, and the half of the questions that chooses or is reported on."""
+    base = bases(given.runs)[given.base]
+    decode = DecodeConfig()
+    if kind.name == DRAFT:
+        subject = load_subject(given.base, dtype="bfloat16")
+        decode = replace(decode, drafter="draft", draft=str(export))
+    else:
+        subject = load_subject(str(export), dtype="bfloat16")
+    found, _ = prompts_of(
+        subject.base, subject.tokenizer, base.questions, given.num_prompts, given.max_new_tokens
+    )
+    return Contender(kind, subject, decode, found[0 if first else 1 :: 2], given.max_new_tokens)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A drafter that was loaded, and the questions that it is asked.
+
+    Attributes:
+        kind: of drafter.
+        subject: its base, with its heads where it has any.
+        decode: the draft model, if it is one.
+        prompts: the questions.
+        limit: new tokens of each.
+    """
+
+    kind: Kind
+    subject: Subject
+    decode: DecodeConfig
+    prompts: Sequence[Prompt]
+    limit: int
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that were trained."""
+        export = self.subject.export
+        if export is not None:
+            return num_parameters(export.heads)
+        return choose_drafter(self.subject, self.decode).extra_parameters
+
+    def shapes(self) -> dict[str, Method]:
+        """Return every shape of its guesses, by name."""
+        contest, export = Contest.of(self.subject, self.limit), self.subject.export
+        if export is None:
+            chain = replace(self.decode, draft_tokens=DEPTH)
+            found = {CHAIN: (chain, DEPTH + 1)} | {
+                f"tree_{n}": (replace(self.decode, drafter="draft_tree", num_nodes=n), n)
+                for n in NUM_NODES
+            }
+            return {
+                name: contest.ours(name, choose_drafter(self.subject, asked).drafter, nodes)
+                for name, (asked, nodes) in found.items()
+            }
+        depth = min(DEPTH, export.heads.num_heads)
+        (chain,) = contest.of_trees(export.heads, [Tree.chain(depth)])
+        trees = {n: exported_drafter(export, DecodeConfig(num_nodes=n)) for n in NUM_NODES}
+        grown = {f"tree_{n}": contest.ours(f"tree_{n}", each, n) for n, each in trees.items()}
+        return {CHAIN: replace(chain, name=CHAIN)} | grown
+
+    def clocked(self, methods: Sequence[Method]) -> dict[str, list[dict[str, Any]]]:
+        """Clock plain decoding and shapes in turn; return rows of bench.json by temperature."""
+        plain = Contest.of(self.subject, self.limit).ours()
+        rows = harness.clocked_rows(
+            self.subject.base, [plain, *methods], self.prompts, TEMPERATURES, repeats=1
+        )
+        by_heat: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            by_heat.setdefault(f"t{row['temperature']:g}", []).append(row)
+        return by_heat
+
+
+def best(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return the method with the greatest product of its speed-ups at all temperatures."""
+    product: dict[str, float] = {}
+    for of_heat in rows.values():
+        for row in of_heat:
+            if row["method"] != "plain":
+                name = row["method"]
+                product[name] = product.get(name, 1.0) * row["speedup_vs_plain"]
+    return max(product, key=lambda name: product[name])
+
+
+def chosen_rate(kind: Kind, given: Settings) -> tuple[str, dict[str, float]]:
+    """Return the learning rate whose short run accepts most, and what each of them gave."""
+    base = bases(given.runs)[given.base]
+    tried = {}
+    for rate in base.rates[0 if kind.muon else 1]:
+        export, _ = trained(kind, given, rate, base.minutes[1], given.seeds[0])
+
+        def length(export: Path = export) -> float:
+            one = opened(kind, export, replace(given, num_prompts=24), first=True)
+            found = harness.accept_lengths([one.shapes()[CHAIN]], one.prompts, TEMPERATURES)
+            return statistics.mean(of[CHAIN]["accept_length"] for of in found.values())
+
+        tried[rate] = harness.kept(export.parent / "accept_length.json", length)
+    return max(tried, key=lambda rate: tried[rate]), tried
+
+
+def cell(kind: Kind, given: Settings, seed: int) -> dict[str, Any]:
+    """Measure what was trained of a kind with a seed; the shape is chosen on other questions."""
+    base = bases(given.runs)[given.base]
+    rate, tried = chosen_rate(kind, given)
+    export, length = trained(kind, given, rate, base.minutes[0], seed)
+    choosing = opened(kind, export, given, first=True)
+    shapes = choosing.shapes()
+    counted = choosing.clocked(list(shapes.values()))
+    shape = best(counted)
+    reported = opened(kind, export, given, first=False)
+    rows = reported.clocked([reported.shapes()[shape]])
+    taps = read_config(export).get("form", {}).get("taps", [-1]) if kind.name != DRAFT else []
+    width = load_config(given.base).hidden_size
+    stored = {*taps, -1} if taps else set()
+    return {
+        "kind": kind.name,
+        "seed": seed,
+        "parameters": reported.parameters,
+        "bytes_per_token": 2 * len(stored) * width,
+        "tried": tried,
+        **length,
+        "shape": shape,
+        "chosen_on": counted,
+        "rows": rows,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train, measure, write a cell each."""
+    given = harness.parse(Settings, argv)
+    given.runs.mkdir(parents=True, exist_ok=True)
+    (given.runs / given.base).mkdir(exist_ok=True)
+    answers = given.runs / "answers.jsonl"
+    if given.base == "smollm2" and not answers.exists():
+        packed = harness.ROOT / "data" / "real" / "answers.jsonl.gz"
+        with gzip.open(packed) as source, answers.open("wb") as sink:
+            shutil.copyfileobj(source, sink)
+    base = bases(given.runs)[given.base]
+    hardware.pin_threads(0)
+    torch.manual_seed(0)
+    for kind in kinds(base):
+        if given.kinds and kind.name not in given.kinds:
+            continue
+        for seed in given.seeds:
+            if given.train_only:
+                rate, _ = chosen_rate(kind, given)
+                trained(kind, given, rate, base.minutes[0], seed)
+                continue
+            path = given.out / given.base / f"{kind.name}-{seed}.json"
+            if not path.is_file():
+                harness.write(path, harness.report(given, **cell(kind, given, seed)))
+            print(harness.describe(told(json.loads(path.read_text()))), flush=True)
+
+
+def told(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is said of a cell: accept length and speed-up of the shape that was chosen."""
+    lines: dict[str, Any] = {key: found[key] for key in ("kind", "seed", "shape", "steps", "rate")}
+    for heat, rows in found["rows"].items():
+        row = next(each for each in rows if each["method"] == found["shape"])
+        lines[heat] = {key: row[key] for key in ("accept_length", "speedup_vs_plain")}
+    return lines
+
+
+if __name__ == "__main__":
+    main()
