@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-distributed test-real fuzz bench bench-full \
+.PHONY: help setup quickstart docs test test-all test-distributed test-real fuzz bench bench-full \
 	bench-real real real-train lint
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-real        measure all figures on SmolLM2 again (90 minutes at most)"
 	@echo "                       all of these but real go on where they were stopped with BENCH=--resume"
 	@echo "make test-real         the tests that need SmolLM2"
+	@echo "make docs              the pages as a site in build/site, links checked"
 	@echo "make lint              ruff and mypy"
 
 # The stamp is written last, so an interrupted installation is taken up again.
@@ -38,6 +39,9 @@ setup: $(STAMP)
 
 quickstart: $(STAMP)
 	$(BIN)/python scripts/quickstart.py
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python scripts/build_docs.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
