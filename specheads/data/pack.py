@@ -12,7 +12,7 @@ import bisect
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,9 +162,6 @@ class PackedBatches:
         self._load_epoch(0)
         self.rows_per_epoch = len(self._order)
 
-    def __iter__(self) -> PackedBatches:
-        return self
-
     def __next__(self) -> Batch:
         return self.lay_out(self.take())
 
@@ -178,11 +175,6 @@ class PackedBatches:
         """Return the batch of the documents whose numbers ``take`` gave."""
         rows = [[self.documents[i] for i in row] for row in places]
         return collate(rows, self.seq_len, self.pad_token_id)
-
-    @property
-    def epoch(self) -> float:
-        """How often the data has been seen, e.g. 1.5."""
-        return self._rows_taken / self.rows_per_epoch
 
     @property
     def efficiency(self) -> float:
@@ -228,9 +220,6 @@ class Mapped:
 
     def __init__(self, batches: Any, fn: Callable[[Batch], Batch]) -> None:
         self.batches, self.fn = batches, fn
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Batch:
         """Return the next batch, changed by the function."""

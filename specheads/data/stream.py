@@ -200,7 +200,6 @@ class StreamedBatches:
     Attributes:
         POOL: rows that are packed together, at the least.
         counts: what became of this rank's records so far, as ``Documents.counts``.
-        epoch: the epoch of the last record that was read, counted from 0.
         efficiency: share of the row positions of the present pool that hold documents.
     """
 
@@ -241,11 +240,6 @@ class StreamedBatches:
         self._fill()
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the last record that was read, counted from 0."""
-        return self._place.epoch
-
-    @property
     def efficiency(self) -> float:
         """Share of the row positions of the present pool that hold documents."""
         used = sum(len(document.input_ids) for row in self._packed for document in row)
@@ -256,9 +250,6 @@ class StreamedBatches:
         if self.rank:
             path = path.with_name(f"{path.stem}-{self.rank}{path.suffix}")
         self.quarantine.write_to(path)
-
-    def __iter__(self) -> StreamedBatches:
-        return self
 
     def __next__(self) -> Batch:
         """Return the next batch (see ``collate``).

@@ -280,7 +280,7 @@ def check_stream(settings: DataConfig, rows: int) -> None:
         stream = RecordStream(settings, Dropped())
         documents = Documents(TOKENIZER, seq_len=128)
         batches = StreamedBatches(stream, documents, rows=1, seed=0, pad_token_id=256)
-        while not batches.epoch:
+        while not batches._place.epoch:
             next(batches)
     except ConfigError as error:
         assert str(error).isprintable()

@@ -142,7 +142,7 @@ def test_resuming_gives_the_very_same_batches(steps: int) -> None:
     again = _stream(_documents(_lengths(100, 64)))
     next(again)
     again.load_state_dict(state)
-    assert again.epoch == pytest.approx(steps * 3 / stream.rows_per_epoch)
+    assert again.state_dict()["rows_taken"] == steps * 3
     for batch in expected:
         assert _same(next(again), batch)
 
