@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @answers_json
 def run(config: PreviewConfig) -> None:
     """Read, encode, print."""
-    from specheads.data.chat import Documents, encode_records, pad_token_id, pick, share
+    from specheads.data.chat import Documents, encode_records, pick, share
     from specheads.data.load import load_records
     from specheads.data.pack import PackedBatches
     from specheads.data.schema import Dropped
@@ -50,10 +50,8 @@ def run(config: PreviewConfig) -> None:
     _write(f"mask: {share(counts['learned'], counts['tokens'])}")
     if dropped:
         _write(f"read: {dropped.summary()}")
-    pad = pad_token_id(tokenizer)
-    packed = PackedBatches(
-        encoded.documents, seq_len=data.seq_len, rows=1, seed=config.seed, pad_token_id=pad
-    )
+    shape = {"seq_len": data.seq_len, "rows": 1}  # counted, and never laid out
+    packed = PackedBatches(encoded.documents, **shape, seed=config.seed, pad_token_id=0)
     _write(
         f"packed: {packed.rows_per_epoch:,} rows of {data.seq_len} tokens,"
         f" {100 * packed.efficiency:.1f}% full"

@@ -420,12 +420,6 @@ def _pieces(encoded: Encoded, seq_len: int) -> list[Encoded]:
     return [piece for piece in pieces if _has_labels(piece)]
 
 
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return an id to fill rows with; it is masked by position, so any valid id will do."""
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return int(next(token_id for token_id in ids if token_id is not None))
-
-
 PLAIN = ("⟦", "⟧")
 _LEARNED = "\x1b[38;5;16;48;5;157m"  # black on pale green
 _SPECIAL = {True: "\x1b[1;38;5;125;48;5;157m", False: "\x1b[38;5;125m"}  # red, bold where learned

@@ -20,8 +20,6 @@ from specheads.config import ConfigError, DataConfig, mixture_parts
 from specheads.data.readers import Reader, Row, json_reader, open_reader, text_lines
 from specheads.data.schema import KEYS, Dropped, Record, RecordError, Tally, json_digest, to_record
 
-SPLITS = ("train", "heldout")
-
 
 def read_part(data: DataConfig, split: str, dropped: Dropped) -> list[Record]:
     """Return the records of ``path``, or for ``heldout`` of ``eval_path`` or ``eval_split``.
@@ -232,10 +230,7 @@ def load_records(data: DataConfig, split: str, *, dropped: Dropped | None = None
 
     Raises:
         ConfigError: if a file is wrong, too many records are, or nothing is left.
-        ValueError: if ``split`` is neither ``train`` nor ``heldout``.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     dropped = Dropped() if dropped is None else dropped
     if data.source == "mixture":
         records = _mix(data, split, dropped)
@@ -251,7 +246,7 @@ def load_records(data: DataConfig, split: str, *, dropped: Dropped | None = None
 
 def _splits(data: DataConfig, dropped: Dropped) -> dict[str, list[Record]]:
     if data.source == "pycode":
-        return {split: _load_pycode(data, split) for split in SPLITS}
+        return {split: _load_pycode(data, split) for split in ("train", "heldout")}
     records = read_part(data, "train", dropped)
     if given := data.eval_split or data.eval_path:
         heldout = read_part(data, "heldout", dropped)
@@ -281,15 +276,11 @@ def _load_pycode(data: DataConfig, split: str) -> list[Record]:
     if share == 1:
         return documents
     # characters stand for tokens: documents make up the asked share of the sum
-    budget = _size(records) * share / (1 - share)
+    characters = sum(len(m["content"]) for record in records for m in record["messages"])
+    budget = characters * share / (1 - share)
     for document in sorted(documents, key=content_rank):
         if budget <= 0:
             break
-        budget -= _size([document])
+        budget -= len(document["text"])
         records.append(document)
     return records
-
-
-def _size(records: Iterable[Record]) -> int:
-    texts = (m["content"] for r in records for m in r.get("messages", ()))
-    return sum(map(len, texts)) + sum(len(r.get("text", "")) for r in records)
