@@ -239,10 +239,8 @@ class QuestionPrompts:
             ConfigError: if the chat template refuses the conversation.
         """
         if self._encoder is not None:
-            # the encoder renders what stands before the last answer
-            due = {"role": "assistant", "content": ""}
-            record = {"id": question.id, "messages": [*messages(question, answers), due]}
-            return self._encoder.prompt(record)
+            asked = messages(question, answers)
+            return self._encoder.prompt({"id": question.id, "messages": asked})
         render = _vicuna if self.kind == "vicuna" else _bare
         return list(self.tokenizer(render(question, answers), verbose=False).input_ids)
 

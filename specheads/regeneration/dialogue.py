@@ -7,7 +7,7 @@ or not the record had one there. An assistant that speaks before any user is lef
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -18,6 +18,7 @@ from specheads.config import ConfigError
 from specheads.data.chat import Encoder, runs
 from specheads.data.rendering import render
 from specheads.data.schema import Record, RecordError, json_digest, tokenizer_digest
+from specheads.decoding.conversation import text_of
 from specheads.losses.cross_entropy import IGNORE
 
 _ROLES = ("system", "user", "assistant")
@@ -208,8 +209,8 @@ class TurnEncoder:
             if talk.answers:
                 self._go_on(talk)
             else:
-                messages = [*talk.turns[0], {"role": "assistant", "content": STAND_IN}]
-                talk.ids = self.encoder.prompt({"id": talk.record["id"], "messages": messages})
+                asked: Record = {"id": talk.record["id"], "messages": talk.messages()}
+                talk.ids = self.encoder.prompt(asked)
         except (ConfigError, TemplateError) as error:
             raise RecordError("template", str(error)) from None
         return talk.ids
@@ -224,13 +225,8 @@ class TurnEncoder:
             raise RecordError("token", f"token {largest} of {len(self.tokenizer)} was generated")
         talk.spans.append([len(talk.ids), len(talk.ids) + len(new_tokens)])
         talk.ids = [*talk.ids, *new_tokens]
-        text = self.text(new_tokens[:-1] if ended else new_tokens)
+        text = text_of(self.tokenizer, new_tokens[:-1] if ended else new_tokens)
         talk.answers.append(Answer(text, "stop" if ended else "length", len(new_tokens)))
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of an answer's tokens, special ones left out."""
-        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        return str(self.tokenizer.decode(list(tokens), **options))
 
     def _go_on(self, talk: Dialogue) -> None:
         between = self._between(talk)
@@ -248,11 +244,8 @@ class TurnEncoder:
 
     def _between(self, talk: Dialogue) -> list[int]:
         """Return the ids behind the latest answer's text, up to where the next one starts."""
-        num_past = len(talk.answers)
-        stand_in = {"role": "assistant", "content": STAND_IN}
-        messages = [message for turn in talk.turns[:num_past] for message in (*turn, stand_in)]
-        messages += talk.turns[num_past]
-        text, _ = render(self.tokenizer, messages, add_generation_prompt=True)
+        stood_in = replace(talk, answers=[Answer(STAND_IN, "stop")] * len(talk.answers))
+        text, _ = render(self.tokenizer, stood_in.messages(), add_generation_prompt=True)
         _, found, behind = text.rpartition(STAND_IN)
         if not found:
             raise RecordError("template", "the chat template leaves earlier answers out")

@@ -28,6 +28,7 @@ from specheads.data.chat import special_ids
 from specheads.data.rendering import render
 from specheads.data.schema import Record, RecordError, json_digest
 from specheads.data.similar import SimilarTexts, words
+from specheads.decoding.conversation import text_of
 from specheads.decoding.result import DecodedRow
 from specheads.decoding.stream import Job
 from specheads.regeneration.answers import AnswerFile, read_lines, record_seed
@@ -220,7 +221,7 @@ class Questioner:
             raise RecordError("token", f"token {max(tokens)} stands for nothing")
         if last in self._special - ends:
             raise RecordError("special", f"token {last} within it")
-        text = self.engine.turns.text(tokens)
+        text = text_of(self.tokenizer, tokens)
         if marker:
             text, found, _ = text.partition(marker)
         if not found and last not in ends:

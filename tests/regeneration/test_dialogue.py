@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from specheads.config import ConfigError
 from specheads.data.chat import Encoder
 from specheads.data.schema import RecordError
+from specheads.decoding.conversation import text_of
 from specheads.losses.cross_entropy import IGNORE
 from specheads.regeneration.dialogue import (
     Answer,
@@ -190,7 +191,7 @@ def test_ends_that_the_template_has_not(make_byte_tokenizer: MakeTokenizer) -> N
     say(turns, talk, ["one", "two"])
     text = "<|user|>user 0\n<|assistant|>one\n<|user|>user 2\n<|assistant|>two<eos>"
     assert turns.tokenizer.decode(talk.ids) == text
-    assert [turns.text(talk.ids[a:b]) for a, b in talk.spans] == ["one", "two"]
+    assert [text_of(turns.tokenizer, talk.ids[a:b]) for a, b in talk.spans] == ["one", "two"]
     # another end token than the one the template closes with
     turns = TurnEncoder(make_byte_tokenizer(chat_template=BREAKS), [258, 33])
     talk = dialogue(chat("user", "assistant", "user"))
