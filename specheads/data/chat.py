@@ -508,9 +508,6 @@ def pick(records: Sequence[Record], number: int, seed: int) -> list[Record]:
         return []
     order = list(range(len(records)))
     random.Random(seed).shuffle(order)
-    firsts: dict[str, int] = {}
-    for i in order:
-        firsts.setdefault(records[i]["kind"], i)
-    chosen = set(firsts.values())
+    chosen = set({records[i]["kind"]: i for i in reversed(order)}.values())  # the first of each
     others = [i for i in order if i not in chosen]
     return [records[i] for i in sorted([*chosen, *others[: max(0, number - len(chosen))]])]

@@ -140,7 +140,7 @@ def read_folders(folders: dict[str, Path]) -> list[Module]:
         try:
             if not MIN_BYTES <= file.stat().st_size <= MAX_BYTES:
                 continue
-            text = "\n".join(file.read_text(encoding="utf-8").split("\n"))
+            text = file.read_text(encoding="utf-8")
             if is_generated(text):
                 continue
             ast.parse(text)
@@ -167,7 +167,6 @@ def deduplicate(modules: Iterable[Module]) -> list[Module]:
     copies of each other with other class names: without this they would be in both splits.
     """
     seen: set[int] = set()
-    texts: set[str] = set()
     kept = []
     for module in modules:
         lines = {
@@ -175,11 +174,9 @@ def deduplicate(modules: Iterable[Module]) -> list[Module]:
             for line in map(str.strip, module.text.split("\n"))
             if len(line) >= 20 and not line.startswith(("#", "import ", "from "))
         }
-        if module.text in texts or not lines or len(lines & seen) > 0.5 * len(lines):
-            continue
-        texts.add(module.text)
-        seen |= lines
-        kept.append(module)
+        if lines and len(lines & seen) <= 0.5 * len(lines):
+            seen |= lines
+            kept.append(module)
     return kept
 
 

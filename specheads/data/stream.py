@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +136,9 @@ class RecordStream:
                 " one object per line"
             )
         self._limit = -1  # records of a content rank up to it are held out
-        self._apart: set[int] = set()  # content ranks of the held-out part
-        self.heldout: list[Record] = []
         given = data.eval_split or data.eval_path
-        if given:
-            self.heldout = read_part(data, "heldout", dropped)
-            self._apart = {content_rank(record) for record in self.heldout}
+        self.heldout = read_part(data, "heldout", dropped) if given else []
+        self._apart = {content_rank(record) for record in self.heldout}
         self._look(search=not given)
 
     def record(self, row: Row, value: object, dropped: Dropped) -> Record | None:
@@ -158,8 +156,7 @@ class RecordStream:
         wanted = round(data.eval_fraction * 2**64)
         tally = Tally(data.max_bad_fraction, self.dropped)
         found: list[tuple[int, Record]] = []  # held out
-        lowest: tuple[int, Record] | None = None
-        highest = -1
+        ends: list[tuple[int, Record]] = []  # of lowest and of highest rank
         for row in islice(self.reader.read(), data.max_records or None):
             enough = not search or len(found) >= _HELD_OUT or (found and tally.total >= _FAR)
             if tally.total >= LOOKED_AT and enough:
@@ -170,20 +167,18 @@ class RecordStream:
                 tally.check(f"the start of {name}")
             if record is None or not search:
                 continue
-            rank = content_rank(record)
-            highest = max(highest, rank)
-            if lowest is None or rank < lowest[0]:
-                lowest = rank, record
-            if rank <= wanted:
-                found.append((rank, record))
+            ranked = content_rank(record), record
+            by_rank = sorted([*ends, ranked], key=itemgetter(0))
+            ends = [by_rank[0], by_rank[-1]]
+            if ranked[0] <= wanted:
+                found.append(ranked)
         tally.check(name)
         self.dropped.read[name if whole else f"the start of {name}"] = tally.total
         if not search:
             return
         if whole:
-            wanted = heldout_limit(data, name, {lowest[0], highest} if lowest else set())
-            assert lowest is not None
-            found = [each for each in found if each[0] <= wanted] or [lowest]
+            wanted = heldout_limit(data, name, {rank for rank, _ in ends})
+            found = [each for each in found if each[0] <= wanted] or ends[:1]
         self._limit, self.heldout = wanted, [record for _, record in found]
 
 
@@ -302,17 +297,9 @@ class StreamedBatches:
         self._taken = int(state["taken"])
 
     def _settings(self) -> dict[str, Any]:
-        data = self.stream.data
-        return {
-            "seed": self.seed,
-            "seq_len": self.seq_len,
-            "rank": self.rank,
-            "world": self.world,
-            "pool": self.pool,
-            "shuffle_buffer": data.shuffle_buffer,
-            "max_records": data.max_records,
-            "data": self.stream.reader.identity,
-        }
+        ours = {key: getattr(self, key) for key in ("seed", "seq_len", "rank", "world", "pool")}
+        read = {key: getattr(self.stream.data, key) for key in ("shuffle_buffer", "max_records")}
+        return {**ours, **read, "data": self.stream.reader.identity}
 
     def _go_to(self, place: Place) -> None:
         data = self.stream.data
