@@ -13,7 +13,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,14 @@ from specheads.verification.sampling import Sampler
 
 POOL = 32  # batches whose records are sorted by length together
 HELD = 2.0  # seconds for which answers are held back at most, so that many are written together
+_DRAWN = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
 
 
+@dataclass(eq=False)
 class Engine:
     """The base model as it answers: plainly, or with a drafter, whose answers are the same.
 
-    Args:
+    Attributes:
         base: the base model.
         turns: the encoder that gives the prompts' ids.
         sampling: how answers are drawn.
@@ -65,22 +67,21 @@ class Engine:
         ValueError: for a drafter that samples: its random choices belong to rows, not to records.
     """
 
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        turns: TurnEncoder,
-        sampling: Sampling,
-        generation: dict[str, Any],
-        *,
-        drafter: Drafter | None = None,
-        batch_size: int = 8,
-    ) -> None:
-        if drafter is not None and not drafter.deterministic:
+    base: PreTrainedModel
+    turns: TurnEncoder
+    sampling: Sampling
+    generation: dict[str, Any]
+    _: KW_ONLY
+    drafter: Drafter | None = None
+    batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        if self.drafter is not None and not self.drafter.deterministic:
             raise ValueError("drafter must be deterministic: a sampling one draws by row")
-        self.base, self.turns, self.sampling, self.drafter = base, turns, sampling, drafter
-        self.generation, self.digest = generation, tokenizer_digest(turns.tokenizer)
-        self.batch_size = batch_size if tree_support(base).kind == "tree" else 1
-        self.context = context_length(base) or 1 << 40
+        self.digest = tokenizer_digest(self.turns.tokenizer)
+        if tree_support(self.base).kind != "tree":
+            self.batch_size = 1
+        self.context = context_length(self.base) or 1 << 40
         self._outcome = Outcome()  # since the last one that was yielded
 
     def answer(self, records: Sequence[Record]) -> Iterator[Outcome]:
@@ -306,21 +307,14 @@ def weights_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
 def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
     """Return all that decides which answers there are; a file is continued with the same only."""
     # greedy answers do not depend on how others would be drawn
-    drawn = {"top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
-    return {
-        **weights_of(config, who),
-        "temperature": config.temperature,
-        **(drawn if config.temperature else {}),
-        "max_new_tokens": config.max_new_tokens,
-        "keep_truncated": config.keep_truncated,
-    }
+    names = _DRAWN if config.temperature else ("temperature", "max_new_tokens")
+    chosen = {name: getattr(config, name) for name in (*names, "keep_truncated")}
+    return weights_of(config, who) | chosen
 
 
 def sampling_of(config: RegenerateConfig) -> Sampling:
     """Return how answers are drawn."""
-    drawn = config.temperature, config.top_k, config.top_p, config.seed
-    limit, kept = config.max_new_tokens, config.keep_truncated
-    return Sampling(*drawn, max_new_tokens=limit, keep_truncated=kept)
+    return Sampling(**{name: getattr(config, name) for name in (*_DRAWN, "keep_truncated")})
 
 
 def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
@@ -349,5 +343,4 @@ def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
 
 def drawn_by(config: RegenerateConfig) -> dict[str, Any]:
     """Return JSON about how answers are drawn, for every answered record."""
-    names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
-    return {name: getattr(config, name) for name in names} | {"specheads": __version__}
+    return {name: getattr(config, name) for name in _DRAWN} | {"specheads": __version__}
