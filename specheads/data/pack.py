@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -116,6 +117,7 @@ def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         )
 
 
+@dataclass(eq=False, repr=False)
 class PackedBatches:
     """An endless iterator over packed batches whose place can be saved and restored exactly.
 
@@ -123,39 +125,34 @@ class PackedBatches:
     epochs form one stream; a global batch is its next ``world * rows`` rows and each rank takes
     its own part of it. So within an epoch nothing is lost or repeated, whatever the sizes, and
     the place in the data is a single number that does not depend on the number of ranks.
+
+    Attributes:
+        documents: not empty, none longer than ``seq_len``.
+        seq_len: tokens per row (T).
+        rows: rows per batch and rank (B).
+        seed: decides the order together with the number of the epoch.
+        pad_token_id: fills the rest of a row.
+        rank: the rank of this process.
+        world: the number of processes.
+
+    Raises:
+        ValueError: if ``documents`` is empty or holds one longer than ``seq_len``.
     """
 
-    def __init__(
-        self,
-        documents: Sequence[Encoded],
-        *,
-        seq_len: int,
-        rows: int,
-        seed: int,
-        pad_token_id: int,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        """Prepare the first epoch.
+    documents: Sequence[Encoded]
+    _: KW_ONLY
+    seq_len: int
+    rows: int
+    seed: int
+    pad_token_id: int
+    rank: int = 0
+    world: int = 1
 
-        Args:
-            documents: not empty, none longer than ``seq_len``.
-            seq_len: tokens per row (T).
-            rows: rows per batch and rank (B).
-            seed: decides the order together with the number of the epoch.
-            pad_token_id: fills the rest of a row.
-            rank: the rank of this process.
-            world: the number of processes.
-
-        Raises:
-            ValueError: if ``documents`` is empty or holds one longer than ``seq_len``.
-        """
-        if not documents:
+    def __post_init__(self) -> None:
+        """Prepare the first epoch."""
+        if not self.documents:
             raise ValueError("documents is empty")
-        self.documents = documents
-        self.seq_len, self.rows, self.seed, self.pad_token_id = seq_len, rows, seed, pad_token_id
-        self.rank, self.world = rank, world
-        self._lengths = [len(document.input_ids) for document in documents]
+        self._lengths = [len(document.input_ids) for document in self.documents]
         self._epoch = -1
         self._order: list[list[int]] = []
         self._rows_taken = 0  # of the stream, by all ranks together

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -185,6 +185,7 @@ class RecordStream:
 _EPOCHS = 8  # without a single document: there will be none
 
 
+@dataclass(eq=False, repr=False)
 class StreamedBatches:
     """An endless iterator over one rank's batches whose place can be saved and restored exactly.
 
@@ -194,43 +195,36 @@ class StreamedBatches:
 
     Attributes:
         POOL: rows that are packed together, at the least.
+        stream: the records.
+        documents: the encoder of single records, which knows the row length T.
+        rows: rows per batch and rank (B).
+        seed: decides the order.
+        pad_token_id: fills the rest of a row.
+        rank: the rank of this process.
+        world: the number of processes.
         counts: what became of this rank's records so far, as ``Documents.counts``.
         efficiency: share of the row positions of the present pool that hold documents.
+
+    Raises:
+        ConfigError: if too many records cannot be used, or none can.
     """
 
-    POOL = 64
+    POOL: ClassVar[int] = 64
+    stream: RecordStream
+    documents: Documents
+    _: KW_ONLY
+    rows: int
+    seed: int
+    pad_token_id: int
+    rank: int = 0
+    world: int = 1
 
-    def __init__(
-        self,
-        stream: RecordStream,
-        documents: Documents,
-        *,
-        rows: int,
-        seed: int,
-        pad_token_id: int,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        """Read and pack the first pool.
-
-        Args:
-            stream: the records.
-            documents: the encoder of single records, which knows the row length T.
-            rows: rows per batch and rank (B).
-            seed: decides the order.
-            pad_token_id: fills the rest of a row.
-            rank: the rank of this process.
-            world: the number of processes.
-
-        Raises:
-            ConfigError: if too many records cannot be used, or none can.
-        """
-        self.stream, self.encoding, self.pad_token_id = stream, documents, pad_token_id
-        self.rows, self.seq_len, self.seed = rows, documents.seq_len, seed
-        self.rank, self.world, self.pool = rank, world, max(self.POOL, rows)
-        self.quarantine = Quarantine(stream.dropped, first=rank == 0)
-        self.counts = documents.counts
-        self._tally = Tally(stream.data.max_bad_fraction, self.quarantine)  # of the first epoch
+    def __post_init__(self) -> None:
+        """Read and pack the first pool."""
+        self.seq_len, self.pool = self.documents.seq_len, max(self.POOL, self.rows)
+        self.quarantine = Quarantine(self.stream.dropped, first=self.rank == 0)
+        self.counts, allowed = self.documents.counts, self.stream.data.max_bad_fraction
+        self._tally = Tally(allowed, self.quarantine)  # of the first epoch
         self._go_to(Place())
         self._fill()
 
@@ -354,4 +348,4 @@ class StreamedBatches:
         value = row.parse()
         with naming(row.where, value):
             record = self.stream.record(row, value, Dropped())  # repairs of all rows: not counted
-            return [] if record is None else self.encoding.of(record)
+            return [] if record is None else self.documents.of(record)

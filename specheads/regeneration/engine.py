@@ -60,11 +60,9 @@ class Engine:
         turns: the encoder that gives the prompts' ids.
         sampling: how answers are drawn.
         generation: JSON about all this, for every answered record.
-        drafter: proposes; None decodes one token at a time. Its candidates are to be deterministic.
+        drafter: proposes; None decodes one token at a time. Its candidates are to be deterministic:
+            the random choices of one that samples belong to rows, not to records.
         batch_size: dialogues that are decoded together; 1 where the model takes no more.
-
-    Raises:
-        ValueError: for a drafter that samples: its random choices belong to rows, not to records.
     """
 
     base: PreTrainedModel
@@ -76,8 +74,6 @@ class Engine:
     batch_size: int = 8
 
     def __post_init__(self) -> None:
-        if self.drafter is not None and not self.drafter.deterministic:
-            raise ValueError("drafter must be deterministic: a sampling one draws by row")
         self.digest = tokenizer_digest(self.turns.tokenizer)
         if tree_support(self.base).kind != "tree":
             self.batch_size = 1
