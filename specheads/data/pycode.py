@@ -32,6 +32,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -110,7 +111,7 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def package_versions(packages: Sequence[str] = DEFAULT_PACKAGES) -> dict[str, str]:
+def package_versions(packages: Sequence[str]) -> dict[str, str]:
     """The versions that decide what the corpus is; packages that are not installed are left out."""
     found = {name: _version(name) for name in package_folders(packages)}
     return {**found, "stdlib": ".".join(map(str, sys.version_info[:3]))}
@@ -208,13 +209,11 @@ def pairs_of_module(path: str, text: str) -> list[Pair]:
             if size > SHORT_ANSWER and pair.kind != "body" and rank("long", path, pair.prompt) % 3:
                 continue
             found[pair.kind].setdefault(pair.prompt, pair)
-    return [
-        pair
-        for kind, pairs in found.items()
-        for pair in sorted(pairs.values(), key=lambda pair: rank(pair.kind, path, pair.prompt))[
-            : PER_MODULE_BODIES if kind == "body" else PER_MODULE
-        ]
-    ]
+    chosen: list[Pair] = []
+    for kind, pairs in found.items():
+        ordered = sorted(pairs.values(), key=lambda pair: rank(pair.kind, path, pair.prompt))
+        chosen += ordered[: PER_MODULE_BODIES if kind == "body" else PER_MODULE]
+    return chosen
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, _Function]]:
@@ -384,14 +383,11 @@ def make_pairs(modules: Iterable[Module]) -> dict[str, list[Record]]:
             if own and (pair.kind, pair.prompt) not in prompts:
                 prompts.add((pair.kind, pair.prompt))
                 found[module.split][pair.kind].append(_record(module, pair))
-    return {
-        split: [
-            record
-            for records in kinds.values()
-            for record in sorted(records, key=lambda r: rank("order", r["id"]))[:MAX_PAIRS_PER_KIND]
-        ]
-        for split, kinds in found.items()
-    }
+
+    def few(records: list[Record]) -> list[Record]:
+        return sorted(records, key=lambda r: rank("order", r["id"]))[:MAX_PAIRS_PER_KIND]
+
+    return {split: [*chain.from_iterable(map(few, found[split].values()))] for split in found}
 
 
 def _record(module: Module, pair: Pair) -> Record:
@@ -406,15 +402,13 @@ def _record(module: Module, pair: Pair) -> Record:
     }
 
 
-def documents(split: str, packages: Sequence[str] = DEFAULT_PACKAGES) -> list[Record]:
+def documents(split: str, packages: Sequence[str]) -> list[Record]:
     """``{"id", "kind": "document", "text"}`` for every module of ``train`` or ``heldout``."""
     modules, _ = _load(tuple(packages))
     return [{"id": m.path, "kind": "document", "text": m.text} for m in modules if m.split == split]
 
 
-def pairs(
-    split: str, kinds: Sequence[str] = KINDS, packages: Sequence[str] = DEFAULT_PACKAGES
-) -> list[Record]:
+def pairs(split: str, kinds: Sequence[str], packages: Sequence[str]) -> list[Record]:
     """``{"id", "kind", "messages": [user, assistant]}``: kind after kind, each in hash order."""
     _, made = _load(tuple(packages))
     return [record for record in made[split] if record["kind"] in kinds]
