@@ -172,6 +172,8 @@ class Questioner:
     def _rendered(self, system: str, past: Sequence[Any] = ()) -> tuple[str, frozenset[int], str]:
         """Return what the template puts before a user's turn, and the tokens, or the text, behind.
 
+        Without a template nothing stands before it, and the base's own tokens end it.
+
         Args:
             system: a system turn; left out where it is empty, or the template knows none.
             past: the messages between it and the turn.
@@ -179,6 +181,8 @@ class Questioner:
         Raises:
             ConfigError: if the template does not show the turn.
         """
+        if not self.has_template:
+            return "", self.engine.turns.end_tokens, ""
         led, before, found, behind = [{"role": "system", "content": system}], "", "", ""
         for first in (led, [])[not system :]:
             messages = [*first, *past, {"role": "user", "content": STAND_IN}]
@@ -238,9 +242,8 @@ class Questioner:
 
     def begin(self, number: int, kind: str) -> Job:
         """Return the job of an attempt at a question; the attempt's number is its owner."""
-        lead, before = self.leads[kind], ""
-        if self.has_template:
-            before = self._around(lead["system"])[0] + self._opening(number, kind)
+        lead = self.leads[kind]
+        before = self._around(lead["system"])[0] + self._opening(number, kind)
         ends = self._breaks if lead.get("one_line") else frozenset()
         return self._job(before, f"question {number}", number, ends)
 
@@ -250,10 +253,8 @@ class Questioner:
 
     def question(self, number: int, kind: str, row: DecodedRow) -> str:
         """Return the question that an attempt has become; RecordError if it is none."""
-        lead, marker = self.leads[kind], ""
-        ends = frozenset(self.engine.turns.end_tokens)
-        if self.has_template:
-            _, ends, marker = self._around(lead["system"])
+        lead = self.leads[kind]
+        _, ends, marker = self._around(lead["system"])
         if lead.get("one_line"):
             text = self._text(row, ends | self._breaks, marker).partition("\n")[0]
         else:
