@@ -45,7 +45,6 @@ class Encoded:
     """
 
     id: str
-    kind: str
     input_ids: NDArray[np.int32]
     labels: NDArray[np.int32]
 
@@ -96,7 +95,7 @@ class Encoder:
                 learned = [True] * len(ids)
         input_ids = np.asarray(ids, dtype=np.int32)
         labels = np.where(np.asarray(learned, dtype=bool), input_ids, np.int32(IGNORE))
-        return Encoded(str(record["id"]), str(record["kind"]), input_ids, labels)
+        return Encoded(str(record["id"]), input_ids, labels)
 
     def prompt(self, record: Record) -> list[int]:
         """Return what a model is given to produce the record's last answer, or the one it lacks.
@@ -416,7 +415,7 @@ def _pieces(encoded: Encoded, seq_len: int) -> list[Encoded]:
     for cut in range(0, len(encoded.input_ids), seq_len):
         name, place = f"{encoded.id}+{cut}" if cut else encoded.id, slice(cut, cut + seq_len)
         ids, labels = encoded.input_ids[place], encoded.labels[place]
-        pieces.append(Encoded(name, encoded.kind, ids, labels))
+        pieces.append(Encoded(name, ids, labels))
     return [piece for piece in pieces if _has_labels(piece)]
 
 

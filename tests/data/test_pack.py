@@ -29,7 +29,7 @@ def _documents(lengths: list[int], seed: int = 0) -> list[Encoded]:
     for i, length in enumerate(lengths):
         ids = rng.integers(0, 256, length, dtype=np.int32)
         ids[-1] = PAD  # a real eos
-        documents.append(Encoded(f"d{i}", "text", ids, ids.copy()))
+        documents.append(Encoded(f"d{i}", ids, ids.copy()))
     return documents
 
 

@@ -64,7 +64,7 @@ def test_colours_mark_the_learned_tokens(text: str, flags: int) -> None:
     ids = [257, *BYTES(text, add_special_tokens=False).input_ids][:64]
     keep = [bool(flags >> i & 1) for i in range(len(ids))]
     labels = [i if flag else IGNORE for i, flag in zip(ids, keep, strict=True)]
-    encoded = Encoded("r", "k", np.asarray(ids, np.int32), np.asarray(labels, np.int32))
+    encoded = Encoded("r", np.asarray(ids, np.int32), np.asarray(labels, np.int32))
     parts = list(segments(encoded, BYTES))
     assert all(a[1:] != b[1:] for a, b in pairwise(parts))
     uncoloured = render_mask(encoded, BYTES, color=False)
@@ -91,7 +91,7 @@ def test_the_space_before_an_answer_is_shown() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
     ids, labels = np.asarray([0, 1, 2], np.int32), np.asarray([IGNORE, 1, IGNORE], np.int32)
     assert tokenizer.decode([1]) == "b"
-    assert render_mask(Encoded("r", "k", ids, labels), tokenizer, color=False) == "a⟦ b⟧ c"
+    assert render_mask(Encoded("r", ids, labels), tokenizer, color=False) == "a⟦ b⟧ c"
 
 
 def test_every_kind_is_shown() -> None:

@@ -59,7 +59,7 @@ def _documents(count: int = 40, seed: int = 0) -> list[Encoded]:
     for i, drawn in enumerate(rng.lognormal(3.0, 0.7, count)):
         ids = rng.integers(0, 256, int(np.clip(drawn, 2, SEQ_LEN)), dtype=np.int32)
         labels = np.where(np.arange(len(ids)) < 2, np.int32(IGNORE), ids)
-        documents.append(Encoded(f"d{i}", "text", ids, labels))
+        documents.append(Encoded(f"d{i}", ids, labels))
     return documents
 
 
@@ -253,7 +253,7 @@ def some_documents(count: int = 20) -> list[Encoded]:
     for i in range(count):
         ids = rng.integers(0, VOCAB, int(rng.integers(2, ROW)), dtype=np.int32)
         labels = np.where(np.arange(len(ids)) < 2, np.int32(IGNORE), ids)
-        documents.append(Encoded(f"d{i}", "text", ids, labels))
+        documents.append(Encoded(f"d{i}", ids, labels))
     return documents
 
 
