@@ -27,7 +27,7 @@ from specheads.config import ConfigError
 from specheads.data.rendering import is_generated, render
 from specheads.data.schema import Dropped, Record, RecordError, Tally, naming, tokenizer_digest
 from specheads.losses.cross_entropy import IGNORE
-from specheads.system.terminal import harmless
+from specheads.system.terminal import RESET, harmless
 
 # what a template raises on purpose, and what its expressions do with fields of an odd type
 _REFUSALS = (
@@ -422,7 +422,6 @@ def _pieces(encoded: Encoded, seq_len: int) -> list[Encoded]:
 PLAIN = ("⟦", "⟧")
 _LEARNED = "\x1b[38;5;16;48;5;157m"  # black on pale green
 _SPECIAL = {True: "\x1b[1;38;5;125;48;5;157m", False: "\x1b[38;5;125m"}  # red, bold where learned
-_RESET = "\x1b[0m"
 
 
 def segments(
@@ -490,7 +489,7 @@ def _paint(text: str, learned: bool, special: bool) -> str:
         return text
     style = _SPECIAL[learned] if special else _LEARNED
     lines = text.split("\n")  # terminals paint the rest of a line that ends in colour
-    return "\n".join(style + line + _RESET if line else line for line in lines)
+    return "\n".join(style + line + RESET if line else line for line in lines)
 
 
 def share(learned: int, tokens: int) -> str:

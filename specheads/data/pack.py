@@ -136,7 +136,7 @@ class PackedBatches:
         world: the number of processes.
 
     Raises:
-        ValueError: if ``documents`` is empty or holds one longer than ``seq_len``.
+        ValueError: if ``documents`` holds one longer than ``seq_len``.
     """
 
     documents: Sequence[Encoded]
@@ -150,8 +150,6 @@ class PackedBatches:
 
     def __post_init__(self) -> None:
         """Prepare the first epoch."""
-        if not self.documents:
-            raise ValueError("documents is empty")
         self._lengths = [len(document.input_ids) for document in self.documents]
         self._epoch = -1
         self._order: list[list[int]] = []

@@ -481,14 +481,11 @@ class TeacherCache:
     """The numbers of a complete cache; any document can be read at any time."""
 
     def __init__(self, plan: Plan) -> None:
-        """Map the shards into memory.
+        """Map the shards into memory; :func:`write_cache` has seen to it that all are there.
 
         Raises:
-            ConfigError: if a shard is missing, damaged, or of another cache; names it.
+            ConfigError: if a shard is damaged, or of another cache; names it.
         """
-        if missing := plan.missing():
-            path = plan.folder / missing[0].file
-            raise ConfigError(f"{path} is missing, and {len(missing) - 1} more shards with it")
         self.plan = plan
         self._shards: list[dict[str, Any]] = []  # slices of the tensors
         self._places: list[tuple[int, int]] = []  # of each document: its shard, its first row

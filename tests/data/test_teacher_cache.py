@@ -406,8 +406,6 @@ def test_interrupted_writing_goes_on_where_it_was(
     left = plan.missing()
     done = [plan.folder / shard.file for shard in plan.shards if shard not in left]
     assert done and left and "still to be written" in still_missing(plan)
-    with pytest.raises(ConfigError, match=f"{left[0].file} is missing"):
-        TeacherCache(plan)
     # what kill -9 leaves is written over
     (plan.folder / f".{left[0].file}.tmp").write_bytes(b"half")
     times = [path.stat().st_mtime_ns for path in done]
