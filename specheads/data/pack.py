@@ -298,18 +298,13 @@ class GrowingBatches:
         self.taken = 0
 
     @property
-    def current(self) -> PackedBatches:
-        """The batches of the stage that the next micro-batch belongs to."""
-        later = (batches for end, batches in self.stages if self.taken < end)
-        return next(later, self.stages[-1][1])
-
-    @property
     def documents(self) -> Sequence[Encoded]:
         """The documents of the longest rows."""
         return self.stages[-1][1].documents
 
     def __next__(self) -> dict[str, Any]:
-        batches = self.current
+        later = (batches for end, batches in self.stages if self.taken < end)
+        batches = next(later, self.stages[-1][1])
         self.taken += 1
         return next(batches)
 

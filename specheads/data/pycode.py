@@ -111,12 +111,6 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def package_versions(packages: Sequence[str]) -> dict[str, str]:
-    """The versions that decide what the corpus is; packages that are not installed are left out."""
-    found = {name: _version(name) for name in package_folders(packages)}
-    return {**found, "stdlib": ".".join(map(str, sys.version_info[:3]))}
-
-
 def is_generated(text: str) -> bool:
     """Whether a file is a table or was written by a program: long, and it teaches nothing."""
     head = text[:1500].lower()
@@ -417,7 +411,10 @@ def pairs(split: str, kinds: Sequence[str], packages: Sequence[str]) -> list[Rec
 @functools.cache
 def _load(packages: tuple[str, ...]) -> tuple[list[Module], dict[str, list[Record]]]:
     """The corpus and its pairs, from memory, from the cache on disk, or made now (90 s)."""
-    key = json.dumps([CODE_VERSION, sys.version_info[:3], package_versions(packages)])
+    python = sys.version_info[:3]
+    versions = {name: _version(name) for name in package_folders(packages)}
+    versions["stdlib"] = ".".join(map(str, python))
+    key = json.dumps([CODE_VERSION, python, versions])
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specheads"
     file = folder / f"pycode-{name}.json.gz"

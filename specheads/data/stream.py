@@ -84,7 +84,8 @@ def shuffled(
         rows = reader.read(place.row, place.at)
         if limit:
             rows = islice(rows, limit - place.row)
-        while window := list(islice(rows, _window(seed, place, buffer))):
+        size = buffer if place.row else 1 + number_of(seed, place.epoch, -1) % buffer
+        while window := list(islice(rows, size)):
             generator = torch.Generator().manual_seed(number_of(seed, place.epoch, place.row))
             order = torch.randperm(len(window), generator=generator).tolist()
             # counted over all epochs: else a rank could end every one of them a row short
@@ -92,14 +93,10 @@ def shuffled(
                 if (place.before + position) % world == rank:
                     yield window[order[position]], replace(place, taken=position + 1)
             row, before = place.row + len(window), place.before + len(window)
-            place = Place(place.epoch, row, window[-1].place, before=before)
+            place, size = Place(place.epoch, row, window[-1].place, before=before), buffer
         if not place.row:
             raise ConfigError(f"the training data holds no rows any more: {reader.identity}")
         place = Place(place.epoch + 1, before=place.before)
-
-
-def _window(seed: int, place: Place, buffer: int) -> int:
-    return buffer if place.row else 1 + number_of(seed, place.epoch, -1) % buffer
 
 
 class RecordStream:
