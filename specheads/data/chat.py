@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ _REFUSALS = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
     RecursionError,
 )  # fmt: skip
+Message = dict[str, Any]
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -115,14 +116,15 @@ class Encoder:
 
     def is_stored(self, record: Record) -> bool:
         """Whether ``record`` brings ids along that are this tokenizer's own."""
-        return "tokens" in record and record["tokens"]["tokenizer"] == self._digest
+        return "tokens" in record and record["tokens"]["tokenizer"] == self.digest
 
     def is_special(self, encoded: Encoded) -> bool:
         """Whether all learned tokens are special ones."""
         return set(encoded.labels.tolist()) - {IGNORE} <= self._special
 
     @cached_property
-    def _digest(self) -> str:
+    def digest(self) -> str:
+        """The digest of the tokenizer, which is stored with ids of its own."""
         return tokenizer_digest(self.tokenizer)
 
     def _stored_ids(self, record: Record) -> list[int]:
@@ -220,6 +222,16 @@ class Encoder:
                 "that the chat template refuses",
                 f"the chat template of {self.name} refuses it: {error or type(error).__name__}",
             ) from None
+
+
+def conversation(turns: Sequence[Sequence[Message]], answers: Sequence[str]) -> list[Message]:
+    """Return the messages of turns with an answer behind each, up to the turn after ``answers``."""
+    found: list[Message] = []
+    for turn, answer in zip_longest(turns[: len(answers) + 1], answers):
+        found += turn
+        if answer is not None:
+            found.append({"role": "assistant", "content": answer})
+    return found
 
 
 def learned_counts(documents: Iterable[Encoded], vocab_size: int) -> NDArray[np.int64]:

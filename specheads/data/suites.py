@@ -22,14 +22,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, DataConfig
-from specheads.data.chat import Encoder
+from specheads.data.chat import Encoder, conversation
 from specheads.data.load import read_jsonl
 from specheads.data.readers import Row, json_reader, parquet_reader, text_lines
 from specheads.data.schema import Record, RecordError, check_text, naming, one_line
@@ -106,12 +105,10 @@ def prompt_records(path: str | Path, *, chat: bool) -> list[Record]:
 
 def messages(question: Question, answers: Sequence[str] = ()) -> list[dict[str, str]]:
     """Return the conversation up to the turn after ``answers``, a chat template's input."""
-    found = [{"role": "system", "content": question.system}] if question.system else []
-    for turn, answer in zip_longest(question.turns[: len(answers) + 1], answers):
-        found.append({"role": "user", "content": turn})
-        if answer is not None:
-            found.append({"role": "assistant", "content": answer})
-    return found
+    turns = [[{"role": "user", "content": turn}] for turn in question.turns]
+    if question.system:
+        turns[0].insert(0, {"role": "system", "content": question.system})
+    return conversation(turns, answers)
 
 
 def _is_suite(path: Path) -> bool:

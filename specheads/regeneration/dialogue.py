@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
-from specheads.data.chat import Encoder, runs
+from specheads.data.chat import Encoder, conversation, runs
 from specheads.data.rendering import render
-from specheads.data.schema import Record, RecordError, json_digest, tokenizer_digest
+from specheads.data.schema import Record, RecordError, json_digest
 from specheads.decoding.conversation import text_of
 from specheads.losses.cross_entropy import IGNORE
 
@@ -60,12 +59,7 @@ class Dialogue:
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the conversation so far: up to the next answer that is due, or all of it."""
-        found: list[dict[str, Any]] = []
-        for turn, answer in zip_longest(self.turns[: len(self.answers) + 1], self.answers):
-            found += turn
-            if answer is not None:
-                found.append({"role": "assistant", "content": answer.text})
-        return found
+        return conversation(self.turns, [answer.text for answer in self.answers])
 
     def answered(self, generation: dict[str, Any], tokens: dict[str, Any] | None) -> Record:
         """Return the record with the new answers, and what is known about their making."""
@@ -155,12 +149,12 @@ def span_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Record], dict[
     Raises:
         ConfigError: if there is no eos token; the function, if the template refuses a record.
     """
-    encoder, digest = Encoder(tokenizer), tokenizer_digest(tokenizer)
+    encoder = Encoder(tokenizer)
 
     def encode(record: Record) -> dict[str, Any]:
         encoded = encoder(record)
         spans = [list(span) for span in runs([label != IGNORE for label in encoded.labels])]
-        return {"ids": encoded.input_ids.tolist(), "answers": spans, "tokenizer": digest}
+        return {"ids": encoded.input_ids.tolist(), "answers": spans, "tokenizer": encoder.digest}
 
     return encode
 

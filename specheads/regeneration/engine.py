@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, RegenerateConfig
-from specheads.data.schema import Record, RecordError, tokenizer_digest
+from specheads.data.schema import Record, RecordError
 from specheads.decoding.exported import exported_drafter
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
@@ -74,7 +74,6 @@ class Engine:
     batch_size: int = 8
 
     def __post_init__(self) -> None:
-        self.digest = tokenizer_digest(self.turns.tokenizer)
         if tree_support(self.base).kind != "tree":
             self.batch_size = 1
         self.context = context_length(self.base) or 1 << 40
@@ -154,7 +153,8 @@ class Engine:
                 if not talk.finished:
                     waiting.append(self._ask(talk))
                     continue
-                tokens = {"ids": talk.ids, "answers": talk.spans, "tokenizer": self.digest}
+                whose = self.turns.encoder.digest
+                tokens = {"ids": talk.ids, "answers": talk.spans, "tokenizer": whose}
                 outcome.answered.append(talk.answered(self.generation, tokens))
         return waiting
 
