@@ -11,13 +11,14 @@ or ``text`` (everything is learned). It may bring its token ids along, see
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from specheads.config import ConfigError, DataConfig, mixture_parts
-from specheads.data.readers import Reader, Row, json_reader, open_reader, text_lines
+from specheads.data.readers import Row, json_reader, open_reader, text_lines
 from specheads.data.schema import KEYS, Dropped, Record, RecordError, Tally, json_digest, to_record
 
 
@@ -30,27 +31,24 @@ def read_part(data: DataConfig, split: str, dropped: Dropped) -> list[Record]:
     Raises:
         ConfigError: if there is no such data set, or too many of its records cannot be used.
     """
+    reader = open_reader(data, split)
     limit = data.max_records if data.source == "hub" and data.streaming else 0
-    tally = Tally(data.max_bad_fraction, dropped)
-    return _collect(open_reader(data, split), data.columns, tally, dropped, limit)
+    return _collect(reader.name, islice(reader.read(), limit or None), dropped, data)
 
 
 def _collect(
-    reader: Reader,
-    columns: Mapping[str, str] | None,
-    tally: Tally,
-    dropped: Dropped,
-    limit: int = 0,
-    meant: Callable[[object], object] = lambda value: value,
+    name: str, rows: Iterable[Row], dropped: Dropped, data: DataConfig | None = None
 ) -> list[Record]:
-    """Turn rows, of which there are ``limit`` if it is not 0, into records with different ids.
+    """Turn the rows of a file or data set into records with different ids.
 
-    ``meant`` returns what a row's value stands for.
+    Without ``data`` there are no names for columns, and every row has to be a record.
     """
+    columns, allowed = (data.columns, data.max_bad_fraction) if data else (None, 0.0)
+    tally = Tally(allowed, dropped)
     seen: dict[str, str] = {}
 
     def make(row: Row) -> Record:
-        value = meant(row.parse())
+        value = row.parse()
         record = to_record(value, row.where, row.name, columns, dropped)
         first = seen.setdefault(record["id"], row.where)
         if first != row.where:
@@ -58,9 +56,9 @@ def _collect(
             raise RecordError(reason, f"{detail} {first}", row.where, value)
         return record
 
-    found = [tally.take(make, row) for row in islice(reader.read(), limit or None)]
-    dropped.read[reader.name] = tally.total
-    tally.check(reader.name)
+    found = [tally.take(make, row) for row in rows]
+    dropped.read[name] = tally.total
+    tally.check(name)
     return [record for record in found if record is not None]
 
 
@@ -176,8 +174,8 @@ def read_jsonl(path: str | Path) -> list[Record]:
     Raises:
         ConfigError: if the file is missing, empty, or a line is not a record; names file and line.
     """
-    reader, dropped = json_reader(Path(path), DataConfig().max_row_bytes), Dropped()
-    return _collect(reader, None, Tally(0, dropped), dropped)
+    reader = json_reader(Path(path), DataConfig().max_row_bytes)
+    return _collect(reader.name, reader.read(), Dropped())
 
 
 def read_prompts(path: str | Path, *, chat: bool) -> list[Record]:
@@ -194,9 +192,10 @@ def read_prompts(path: str | Path, *, chat: bool) -> list[Record]:
     Raises:
         ConfigError: as :func:`read_jsonl`.
     """
-    path, dropped = Path(path).expanduser(), Dropped()
+    path, largest = Path(path).expanduser(), DataConfig().max_row_bytes
 
-    def meant(value: object) -> object:
+    def meant(load: Callable[[], object]) -> object:
+        value = load()
         given = value.keys() & KEYS if isinstance(value, dict) else set()
         if not isinstance(value, dict) or given != {"prompt"}:
             return value
@@ -205,11 +204,9 @@ def read_prompts(path: str | Path, *, chat: bool) -> list[Record]:
         rest = {key: value[key] for key in value if key != "prompt"}
         return rest | {"messages": [{"role": "user", "content": value["prompt"]}]}
 
-    if path.suffix == ".txt":
-        reader = Reader(str(path), "", partial(text_lines, path))
-    else:
-        reader = json_reader(path, DataConfig().max_row_bytes)
-    return _collect(reader, None, Tally(0, dropped), dropped, meant=meant)
+    rows = text_lines(path) if path.suffix == ".txt" else json_reader(path, largest).read()
+    asked = (replace(row, load=partial(meant, row.load)) for row in rows)
+    return _collect(str(path), asked, Dropped())
 
 
 def load_records(data: DataConfig, split: str, *, dropped: Dropped | None = None) -> list[Record]:
