@@ -361,20 +361,15 @@ class Documents:
 
 
 def encode_records(
-    records: Sequence[Record],
-    documents: Documents,
-    *,
-    max_bad_fraction: float = 0.0,
-    dropped: Dropped | None = None,
+    records: Sequence[Record], documents: Documents, tally: Tally | None = None
 ) -> Documents:
     """Encode a data set for packed rows.
 
     Args:
         records: checked records, see :mod:`specheads.data.load`.
         documents: the encoder of single records, with which none has been counted yet.
-        max_bad_fraction: share of the records that the tokenizer or its template may refuse, or
-            that have nothing to learn; with 0 the first that is refused is raised.
-        dropped: the collection to which those records are added.
+        tally: counts, and sets aside, the records that the tokenizer or its template refuses, or
+            that have nothing to learn; where it allows none the first that is refused is raised.
 
     Returns:
         The encoder, which now holds the documents.
@@ -386,14 +381,14 @@ def encode_records(
     if not records:
         raise ConfigError("the data set is empty")
     found, counts = documents.documents, documents.counts
-    tally = Tally(max_bad_fraction, Dropped() if dropped is None else dropped)
+    tally = tally or Tally(0, Dropped())
     tally.total = total = len(records)
     for record in records:
         refused = counts["refused"]
         try:
             found += documents.of(record)
         except RecordError as error:
-            if max_bad_fraction == 0 and counts["refused"] > refused:
+            if tally.allowed == 0 and counts["refused"] > refused:
                 raise
             tally.add(error)
     if found or counts["refused"] == total:
@@ -470,11 +465,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def render_mask(
-    encoded: Encoded,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    color: bool,
-    brackets: tuple[str, str] = PLAIN,
+    encoded: Encoded, tokenizer: PreTrainedTokenizerBase, brackets: tuple[str, str] | None = PLAIN
 ) -> str:
     """Return a document's text, special tokens included, with its learned parts marked.
 
@@ -483,11 +474,10 @@ def render_mask(
     Args:
         encoded: the document.
         tokenizer: the tokenizer that encoded it.
-        color: mark by colours of the terminal, not by ``brackets``.
-        brackets: what stands before and after a learned part.
+        brackets: what stands before and after a learned part; None: colours of the terminal.
     """
     found = segments(encoded, tokenizer)
-    if color:
+    if brackets is None:
         return "".join(_paint(harmless(text), kept, special) for text, kept, special in found)
     shown, (before, after) = "", brackets
     for learned, run in groupby(found, key=lambda segment: segment[1]):
