@@ -215,7 +215,8 @@ def plan_features(
     made_of = {**made_of, "documents": _documents_digest(documents), "dtype": dtype}
     if tuple(taps) != (FINAL,):  # of the final ones alone the index says what it always said
         settings["taps"], made_of["taps"] = list(taps), ", ".join(taps)
-    return _plan("features", folder, documents, made_of, settings)
+    lengths = [len(document.input_ids) for document in documents]
+    return _laid_out(Plan("features", Path(folder).expanduser(), made_of, settings, lengths, []))
 
 
 def plan_top_logits(
@@ -244,34 +245,28 @@ def plan_top_logits(
         raise ConfigError(f"draft.stored_top_k must be in 1..{vocab_size - 1}, got {top_k}")
     chosen = {"vocabulary": str(vocab_size), "stored_top_k": str(top_k)}
     made_of = {**made_of, "documents": _documents_digest(documents), **chosen}
-    settings = {"top_k": top_k, "vocab_size": vocab_size}
-    return _plan("stored teacher", folder, documents, made_of, settings)
-
-
-def _plan(
-    kind: str,
-    folder: str | Path,
-    documents: Sequence[Encoded],
-    made_of: dict[str, str],
-    settings: dict[str, Any],
-) -> Plan:
-    folder = Path(folder).expanduser()
+    settings, folder = {"top_k": top_k, "vocab_size": vocab_size}, Path(folder).expanduser()
     lengths = [len(document.input_ids) for document in documents]
-    plan = Plan(kind, folder, made_of, settings, lengths, [])
+    return _laid_out(Plan("stored teacher", folder, made_of, settings, lengths, []))
+
+
+def _laid_out(plan: Plan) -> Plan:
+    """Return the plan with its shards: those of the index in the folder, where there is one."""
+    folder = plan.folder
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{plan.key}={folder} is a file; a folder is expected")
     if (folder / INDEX).is_file():
         places = _stored_places(plan)
     else:
         places, first, tokens = [], 0, 0.0
-        for document, length in enumerate([*lengths, math.inf]):
+        for document, length in enumerate([*plan.lengths, math.inf]):
             if tokens and (tokens + length) * plan.token_bytes > SHARD_BYTES:
-                name = f"{_KINDS[kind][1]}-{len(places):05d}.safetensors"
+                name = f"{_KINDS[plan.kind][1]}-{len(places):05d}.safetensors"
                 places.append((name, (first, document)))
                 first, tokens = document, 0.0
             tokens += length
     for name, inside in places:
-        count = sum(lengths[slice(*inside)])
+        count = sum(plan.lengths[slice(*inside)])
         plan.shards.append(Shard(name, inside, count, count * plan.token_bytes))
     return plan
 

@@ -6,7 +6,7 @@ or not the record had one there. An assistant that speaks before any user is lef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -141,22 +141,17 @@ def check_answer(talk: Dialogue, keep_truncated: bool) -> None:
         raise RecordError("text", f"answer {number} holds half a character") from None
 
 
-def span_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Record], dict[str, Any]]:
-    """Return a function that gives the ``tokens`` to store with a record, from its texts.
+def tokens_of(record: Record, encoder: Encoder) -> dict[str, Any]:
+    """Return the ``tokens`` to store with a record, from its texts.
 
     They are what training would see without them: the one that made the answers keeps its ids.
 
     Raises:
-        ConfigError: if there is no eos token; the function, if the template refuses a record.
+        ConfigError: if the template refuses the record.
     """
-    encoder = Encoder(tokenizer)
-
-    def encode(record: Record) -> dict[str, Any]:
-        encoded = encoder(record)
-        spans = [list(span) for span in runs([label != IGNORE for label in encoded.labels])]
-        return {"ids": encoded.input_ids.tolist(), "answers": spans, "tokenizer": encoder.digest}
-
-    return encode
+    encoded = encoder(record)
+    spans = [list(span) for span in runs([label != IGNORE for label in encoded.labels])]
+    return {"ids": encoded.input_ids.tolist(), "answers": spans, "tokenizer": encoder.digest}
 
 
 def prompt_digest(record: Record) -> str:

@@ -21,7 +21,7 @@ from specheads.regeneration.dialogue import (
     check_answerable,
     dialogue,
     prompt_digest,
-    span_encoder,
+    tokens_of,
 )
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -167,7 +167,7 @@ def test_ids_are_those_of_the_template(make_byte_tokenizer: MakeTokenizer, templ
     learned = {t for start, stop in talk.spans for t in range(start, stop)}
     assert {t for t, label in enumerate(whole.labels) if label != IGNORE} == learned
     # the spans that are stored where a server gave texts only
-    tokens = span_encoder(tokenizer)(done)
+    tokens = tokens_of(done, encoder)
     assert tokens["answers"] == talk.spans and tokens["ids"] == whole.input_ids.tolist()
     stored = encoder(done | {"tokens": tokens})
     assert (stored.input_ids == whole.input_ids).all() and (stored.labels == whole.labels).all()
