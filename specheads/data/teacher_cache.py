@@ -245,9 +245,9 @@ def plan_top_logits(
         raise ConfigError(f"draft.stored_top_k must be in 1..{vocab_size - 1}, got {top_k}")
     chosen = {"vocabulary": str(vocab_size), "stored_top_k": str(top_k)}
     made_of = {**made_of, "documents": _documents_digest(documents), **chosen}
-    settings, folder = {"top_k": top_k, "vocab_size": vocab_size}, Path(folder).expanduser()
+    settings, place = {"top_k": top_k, "vocab_size": vocab_size}, Path(folder).expanduser()
     lengths = [len(document.input_ids) for document in documents]
-    return _laid_out(Plan("stored teacher", folder, made_of, settings, lengths, []))
+    return _laid_out(Plan("stored teacher", place, made_of, settings, lengths, []))
 
 
 def _laid_out(plan: Plan) -> Plan:
