@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import dropwhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -219,14 +220,11 @@ class TurnEncoder:
 
     def _go_on(self, talk: Dialogue) -> None:
         between = self._between(talk)
-        blank = 0
-        while blank < len(between) and not str(self.tokenizer.decode([between[blank]])).strip():
-            blank += 1
-        closing = between[blank] if blank < len(between) else None
+        closing = dropwhile(lambda i: not str(self.tokenizer.decode([i])).strip(), between)
         if talk.answers[-1].finish_reason != "stop":
             talk.ids = talk.ids + between
-        elif closing == talk.ids[-1]:
-            talk.ids = talk.ids + between[blank + 1 :]
+        elif next(closing, None) == talk.ids[-1]:
+            talk.ids = [*talk.ids, *closing]
         else:  # it ended otherwise than the template ends answers: a server would not keep that
             talk.ids = talk.ids[:-1] + between
             talk.spans[-1][1] -= 1

@@ -71,9 +71,7 @@ class Client:
         ConfigError: for a url that is none, or that holds a password: it would be written down.
     """
 
-    def __init__(
-        self, url: str, *, timeout: float = 300.0, retries: int = 4, pause: float = 1.0
-    ) -> None:
+    def __init__(self, url: str, *, timeout: float, retries: int, pause: float = 1.0) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"endpoint must be like http://localhost:8000/v1, got {url!r}")

@@ -412,9 +412,9 @@ def test_the_key_is_sent_and_nowhere_else(
     assert "sk-secret" not in str(caught.value) and "no *** here" in str(caught.value)
     for url in ("localhost:8000", "ftp://x/v1", "http://"):
         with pytest.raises(ConfigError, match="endpoint must be like http"):
-            Client(url)
+            Client(url, timeout=5, retries=0)
     with pytest.raises(ConfigError, match="must not hold a password") as refused:
-        Client("http://me:hidden@host/v1")
+        Client("http://me:hidden@host/v1", timeout=5, retries=0)
     assert "hidden" not in str(refused.value)
 
 
