@@ -12,9 +12,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +114,8 @@ class Engine:
 
         stream = self.stream(self.sampling)
         for ended in stream.run(take):
-            talks = [job.owner for job, _ in ended]
             # begun conversations first, or they would pile up until the records are at an end
-            waiting.extendleft(self._settle(talks, [row for _, row in ended]))
+            waiting.extendleft(self._settle((job.owner, row) for job, row in ended))
             self._outcome.num_tokens += stream.num_tokens
             stream.num_tokens = 0
             settled = len(self._outcome.answered) + len(self._outcome.quarantined)
@@ -139,14 +137,14 @@ class Engine:
                 while batch:
                     rows = self.decode([self._job(talk) for talk in batch])
                     self._outcome.num_tokens += sum(len(row.new_tokens) for row in rows)
-                    batch = self._settle(batch, rows)
+                    batch = self._settle(zip(batch, rows, strict=True))
                 yield self._taken()
         yield self._taken()
 
-    def _settle(self, talks: list[Dialogue], rows: Sequence[DecodedRow]) -> list[Dialogue]:
+    def _settle(self, ended: Iterable[tuple[Dialogue, DecodedRow]]) -> list[Dialogue]:
         """Give dialogues their next answers; return those in which another one is due."""
         outcome, waiting = self._outcome, list[Dialogue]()
-        for talk, row in zip(talks, rows, strict=True):
+        for talk, row in ended:
             with outcome.quarantining(talk.record):
                 self.turns.add(talk, row.new_tokens, ended=row.finished)
                 check_answer(talk, self.sampling.keep_truncated)
@@ -171,7 +169,8 @@ class Engine:
             ids = tokens["ids"]
             if ids[:start] != talk.ids:
                 break
-            if not self._settle([talk], [DecodedRow(ids[start:stop], finished=reason == "stop")]):
+            given = DecodedRow(ids[start:stop], finished=reason == "stop")
+            if not self._settle([(talk, given)]):
                 return []
         return [talk]
 
@@ -188,12 +187,10 @@ class Engine:
     def decode(self, jobs: Sequence[Job]) -> list[DecodedRow]:
         """Continue prompts with the drafter, those of one limit together."""
         found: dict[int, DecodedRow] = {}
-        order = sorted(range(len(jobs)), key=lambda i: jobs[i].limit)
-        for _, group in groupby(order, lambda i: jobs[i].limit):
-            members = list(group)
-            spans = [(len(jobs[i].ids), len(jobs[i].ids) + jobs[i].limit) for i in members]
-            for rows in groups_by_side(self.base, spans):
-                some = [members[row] for row in rows]
+        spans = [(len(job.ids), len(job.ids) + job.limit) for job in jobs]
+        for rows in groups_by_side(self.base, spans):
+            for limit in sorted({jobs[i].limit for i in rows}):
+                some = [i for i in rows if jobs[i].limit == limit]
                 found |= zip(some, self._decode([jobs[i] for i in some]), strict=True)
         return [found[i] for i in range(len(jobs))]
 

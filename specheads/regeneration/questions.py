@@ -147,13 +147,12 @@ class Questioner:
                 return [self._next_turn(record) for record in islice(left, num)]
 
             for ended in self._stream(take):
-                talks = [job.owner for job, _ in ended]
-                for talk, (_, row) in zip(talks, ended, strict=True):
+                for job, row in ended:
                     with contextlib.suppress(RecordError):
-                        text = self._text(row, *self._before(talk)[1:]).strip()
+                        text = self._text(row, *self._before(job.owner)[1:]).strip()
                         turn = [{"role": "user", "content": text}] if text else []
-                        talk["messages"] = [*talk["messages"], *turn]
-                file.append(talks)
+                        job.owner["messages"] = [*job.owner["messages"], *turn]
+                file.append([job.owner for job, _ in ended])
                 tick(len(file.done))
             file.sort(answered)
             return [record for _, record in read_lines(path)]
