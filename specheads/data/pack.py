@@ -12,7 +12,7 @@ import bisect
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -151,11 +151,9 @@ class PackedBatches:
     def __post_init__(self) -> None:
         """Prepare the first epoch."""
         self._lengths = [len(document.input_ids) for document in self.documents]
-        self._epoch = -1
-        self._order: list[list[int]] = []
         self._rows_taken = 0  # of the stream, by all ranks together
-        self._load_epoch(0)
-        self.rows_per_epoch = len(self._order)
+        self._order = lru_cache(maxsize=1)(self._packed)  # an epoch's is held until the next
+        self.rows_per_epoch = len(self._order(0))
 
     def __next__(self) -> Batch:
         return self.lay_out(self.take())
@@ -192,18 +190,14 @@ class PackedBatches:
 
     def _row(self, number: int) -> list[int]:
         epoch, row = divmod(number, self.rows_per_epoch)
-        self._load_epoch(epoch)
-        return self._order[row]
+        return self._order(epoch)[row]
 
-    def _load_epoch(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
+    def _packed(self, epoch: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(number_of(self.seed, epoch))
         shuffled = torch.randperm(len(self.documents), generator=generator).tolist()
         packed = pack_lengths([self._lengths[i] for i in shuffled], self.seq_len)
         order = torch.randperm(len(packed), generator=generator).tolist()
-        self._order = [[shuffled[i] for i in packed[row]] for row in order]
-        self._epoch = epoch
+        return [[shuffled[i] for i in packed[row]] for row in order]
 
     @cached_property
     def _fingerprint(self) -> str:
