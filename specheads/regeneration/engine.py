@@ -312,9 +312,7 @@ def sampling_of(config: RegenerateConfig) -> Sampling:
 
 def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
     """Load the base model, and the heads of ``checkpoint`` where there is one."""
-    device = hardware.pick_device(config.device)
-    dtype = hardware.pick_dtype(config.dtype, device)
-    hardware.pin_threads(config.threads)
+    device, dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
     trust, revision = config.trust_remote_code, config.revision
     on: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust}
     drafter = None
