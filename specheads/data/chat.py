@@ -344,14 +344,12 @@ class Documents:
             counts["unlabelled"] += 1
             reason = "with empty answers" if learned else "with nothing to learn"
             raise RecordError(reason, where=f"record {record['id']}", row=record)
-        if len(encoded.input_ids) <= self.seq_len:
-            found = [encoded]
-        elif "text" in record:
+        if len(encoded.input_ids) > self.seq_len:
+            if "text" not in record:
+                counts["too_long"] += 1
+                return []
             counts["split"] += 1
-            found = _pieces(encoded, self.seq_len)
-        else:
-            counts["too_long"] += 1
-            return []
+        found = _pieces(encoded, self.seq_len)
         if self.learn_all:
             found = [replace(document, labels=document.input_ids) for document in found]
         counts["documents"] += len(found)
