@@ -174,7 +174,7 @@ def read_jsonl(path: str | Path) -> list[Record]:
     Raises:
         ConfigError: if the file is missing, empty, or a line is not a record; names file and line.
     """
-    reader = json_reader(Path(path), DataConfig().max_row_bytes)
+    reader = json_reader(Path(path))
     return _collect(reader.name, reader.read(), Dropped())
 
 
@@ -192,7 +192,7 @@ def read_prompts(path: str | Path, *, chat: bool) -> list[Record]:
     Raises:
         ConfigError: as :func:`read_jsonl`.
     """
-    path, largest = Path(path).expanduser(), DataConfig().max_row_bytes
+    path = Path(path).expanduser()
 
     def meant(load: Callable[[], object]) -> object:
         value = load()
@@ -204,7 +204,7 @@ def read_prompts(path: str | Path, *, chat: bool) -> list[Record]:
         rest = {key: value[key] for key in value if key != "prompt"}
         return rest | {"messages": [{"role": "user", "content": value["prompt"]}]}
 
-    rows = text_lines(path) if path.suffix == ".txt" else json_reader(path, largest).read()
+    rows = text_lines(path) if path.suffix == ".txt" else json_reader(path).read()
     asked = (replace(row, load=partial(meant, row.load)) for row in rows)
     return _collect(str(path), asked, Dropped())
 

@@ -97,7 +97,7 @@ def open_reader(data: DataConfig, split: str) -> Reader:
     return json_reader(path, data.max_row_bytes)
 
 
-def json_reader(path: Path, max_bytes: int) -> Reader:
+def json_reader(path: Path, max_bytes: int = DataConfig.max_row_bytes) -> Reader:
     """Return the reader of a file of JSON lines, or of a .json that holds a list.
 
     Raises:

@@ -123,12 +123,11 @@ def _is_suite(path: Path) -> bool:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    largest = DataConfig().max_row_bytes
     if path.suffix == ".txt":
         return map(_numbered, text_lines(path))
     if path.suffix == ".parquet" or path.is_dir():
-        return parquet_reader(path, _COLUMNS, largest).read()
-    return json_reader(path, largest).read()
+        return parquet_reader(path, _COLUMNS, DataConfig.max_row_bytes).read()
+    return json_reader(path).read()
 
 
 def _numbered(row: Row) -> Row:
