@@ -108,7 +108,6 @@ class RecordStream:
 
     Attributes:
         data: the settings.
-        name: what the training part is called in messages.
         reader: the reader of the training part.
         dropped: the records that were found not to be usable.
         heldout: the held-out records.
@@ -126,7 +125,6 @@ class RecordStream:
                 the rows that were looked at cannot be used.
         """
         self.data, self.reader, self.dropped = data, open_reader(data, "train"), dropped
-        self.name = self.reader.name
         if self.reader.in_one_piece:
             raise ConfigError(
                 f"{data.path} holds a list, which is read in one piece; data.streaming=true needs"
@@ -149,7 +147,7 @@ class RecordStream:
         return None if rank <= self._limit or rank in self._apart else record
 
     def _look(self, *, search: bool) -> None:
-        data, name, whole = self.data, self.name, True
+        data, name, whole = self.data, self.reader.name, True
         wanted = round(data.eval_fraction * 2**64)
         tally = Tally(data.max_bad_fraction, self.dropped)
         found: list[tuple[int, Record]] = []  # held out
@@ -282,8 +280,8 @@ class StreamedBatches:
         self._fill()
         if self._digest != state["digest"]:
             raise ConfigError(
-                f"{self.stream.name} does not hold the rows that it held when the checkpoint was"
-                " made, so the order cannot be resumed"
+                f"{self.stream.reader.name} does not hold the rows that it held when the"
+                " checkpoint was made, so the order cannot be resumed"
             )
         self._taken = int(state["taken"])
 
@@ -310,7 +308,7 @@ class StreamedBatches:
             "counts": dict(self.counts),
             "quarantined": self.quarantine.written,
         }
-        name, later = self.stream.name, Tally(self._tally.allowed, Dropped())
+        name, later = self.stream.reader.name, Tally(self._tally.allowed, Dropped())
         found: list[Encoded] = []
         tokens = 0
         while tokens < self.pool * self.seq_len:

@@ -47,7 +47,6 @@ from specheads.system.files import locked, whole_file
 INDEX = "index.json"
 # of the numbers in one shard, which is held in memory while it fills; one document may have more
 SHARD_BYTES = 256 << 20
-STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _FREE_MARGIN = 1 << 20  # bytes that a file system needs beside the files themselves
 # kind -> the setting that names the folder, the files' name, what makes it smaller, here and there
 _KINDS = {
@@ -114,7 +113,7 @@ class Plan:
         # safetensors writes wider dtypes first, floats before integers, so that all are aligned
         if self.kind == "features":
             size, num_taps = self.settings["hidden_size"], len(self.taps)
-            hidden = {"hidden": (STORED[self.settings["dtype"]], [num_taps * size])}
+            hidden = {"hidden": (getattr(torch, self.settings["dtype"]), [num_taps * size])}
             per_tap = [] if num_taps == 1 else [num_taps]
             scale: dict[str, tuple[torch.dtype, list[int]]] = {"scale": (torch.float32, per_tap)}
             return scale | hidden if self.settings["dtype"] == "int8" else hidden

@@ -223,7 +223,7 @@ def load_data(
     if isinstance(read.train, RecordStream):
         train = StreamedBatches(read.train, documents_of(wanted.seq_len), rows=wanted.rows, **order)
         counts, used = train.counts, f"{100 * train.efficiency:.0f}% of the first rows used"
-        said = f"streamed from {read.train.name}, {used}"
+        said = f"streamed from {read.train.reader.name}, {used}"
     else:
         stages: list[tuple[int, PackedBatches]] = []
         for length, share in [*wanted.growth, [wanted.seq_len, 1.0]]:
