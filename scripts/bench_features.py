@@ -145,7 +145,7 @@ def random_documents(given: Settings, vocab: int) -> list[Encoded]:
     rng = np.random.default_rng(given.seed)
     lengths = np.clip(rng.lognormal(4.5, 0.8, given.documents), 8, given.seq_len).astype(int)
     drawn = [rng.integers(0, vocab, length, dtype=np.int32) for length in lengths]
-    return [Encoded(f"d{i}", "text", ids, ids) for i, ids in enumerate(drawn)]
+    return [Encoded(f"d{i}", ids, ids) for i, ids in enumerate(drawn)]
 
 
 def make_base(name: str, given: Settings) -> PreTrainedModel:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 @answers_json
 def run(config: PreviewConfig) -> None:
     """Read, encode, print."""
-    from specheads.data.chat import Documents, encode_records, pad_token_id, pick, share
+    from specheads.data.chat import Documents, encode_records, pick, share
     from specheads.data.load import load_records
     from specheads.data.pack import PackedBatches
-    from specheads.data.schema import Dropped
+    from specheads.data.schema import Dropped, Tally
     from specheads.models.base import load_tokenizer
 
     data = config.data
@@ -39,8 +39,8 @@ def run(config: PreviewConfig) -> None:
     records = load_records(data, "train", dropped=dropped)
     _show(config, pick(records, config.num_records, config.seed), tokenizer)
     try:
-        documents, bad = Documents(tokenizer, seq_len=data.seq_len), data.max_bad_fraction
-        encoded = encode_records(records, documents, max_bad_fraction=bad, dropped=dropped)
+        documents = Documents(tokenizer, seq_len=data.seq_len)
+        encoded = encode_records(records, documents, Tally(data.max_bad_fraction, dropped))
     except ConfigError as error:
         raise RunError(str(error)) from None
     counts = encoded.counts
@@ -50,10 +50,8 @@ def run(config: PreviewConfig) -> None:
     _write(f"mask: {share(counts['learned'], counts['tokens'])}")
     if dropped:
         _write(f"read: {dropped.summary()}")
-    pad = pad_token_id(tokenizer)
-    packed = PackedBatches(
-        encoded.documents, seq_len=data.seq_len, rows=1, seed=config.seed, pad_token_id=pad
-    )
+    shape = {"seq_len": data.seq_len, "rows": 1}  # counted, and never laid out
+    packed = PackedBatches(encoded.documents, **shape, seed=config.seed, pad_token_id=0)
     _write(
         f"packed: {packed.rows_per_epoch:,} rows of {data.seq_len} tokens,"
         f" {100 * packed.efficiency:.1f}% full"
@@ -70,10 +68,10 @@ def _show(
     from specheads.data.schema import RecordError
     from specheads.losses.cross_entropy import IGNORE
 
-    color = wants_color(config.color, sys.stdout)
     encoding = sys.stdout.encoding or "utf-8"
     shown = all(each.encode(encoding, "ignore").decode(encoding) == each for each in PLAIN)
     brackets = PLAIN if shown else (">>>", "<<<")
+    marks = None if wants_color(config.color, sys.stdout) else brackets
     encoder = Encoder(tokenizer)
     for number, record in enumerate(chosen, 1):
         title = f"[{number} of {len(chosen)}] {record['id']} ({record['kind']})"
@@ -86,7 +84,7 @@ def _show(
         long = len(encoded.input_ids) > config.data.seq_len
         note = f", longer than data.seq_len={config.data.seq_len}" if long else ""
         _write(f"{title}: {share(learned, len(encoded.input_ids))}{note}")
-        write(render_mask(encoded, tokenizer, color=color, brackets=brackets) + "\n\n")
+        write(render_mask(encoded, tokenizer, marks) + "\n\n")
 
 
 def _write(line: str) -> None:

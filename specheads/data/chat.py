@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,14 @@ from specheads.config import ConfigError
 from specheads.data.rendering import is_generated, render
 from specheads.data.schema import Dropped, Record, RecordError, Tally, naming, tokenizer_digest
 from specheads.losses.cross_entropy import IGNORE
-from specheads.system.terminal import harmless
+from specheads.system.terminal import RESET, harmless
 
 # what a template raises on purpose, and what its expressions do with fields of an odd type
 _REFUSALS = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
     RecursionError,
 )  # fmt: skip
+Message = dict[str, Any]
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -45,7 +46,6 @@ class Encoded:
     """
 
     id: str
-    kind: str
     input_ids: NDArray[np.int32]
     labels: NDArray[np.int32]
 
@@ -96,7 +96,7 @@ class Encoder:
                 learned = [True] * len(ids)
         input_ids = np.asarray(ids, dtype=np.int32)
         labels = np.where(np.asarray(learned, dtype=bool), input_ids, np.int32(IGNORE))
-        return Encoded(str(record["id"]), str(record["kind"]), input_ids, labels)
+        return Encoded(str(record["id"]), input_ids, labels)
 
     def prompt(self, record: Record) -> list[int]:
         """Return what a model is given to produce the record's last answer, or the one it lacks.
@@ -116,14 +116,15 @@ class Encoder:
 
     def is_stored(self, record: Record) -> bool:
         """Whether ``record`` brings ids along that are this tokenizer's own."""
-        return "tokens" in record and record["tokens"]["tokenizer"] == self._digest
+        return "tokens" in record and record["tokens"]["tokenizer"] == self.digest
 
     def is_special(self, encoded: Encoded) -> bool:
         """Whether all learned tokens are special ones."""
         return set(encoded.labels.tolist()) - {IGNORE} <= self._special
 
     @cached_property
-    def _digest(self) -> str:
+    def digest(self) -> str:
+        """The digest of the tokenizer, which is stored with ids of its own."""
         return tokenizer_digest(self.tokenizer)
 
     def _stored_ids(self, record: Record) -> list[int]:
@@ -221,6 +222,16 @@ class Encoder:
                 "that the chat template refuses",
                 f"the chat template of {self.name} refuses it: {error or type(error).__name__}",
             ) from None
+
+
+def conversation(turns: Sequence[Sequence[Message]], answers: Sequence[str]) -> list[Message]:
+    """Return the messages of turns with an answer behind each, up to the turn after ``answers``."""
+    found: list[Message] = []
+    for turn, answer in zip_longest(turns[: len(answers) + 1], answers):
+        found += turn
+        if answer is not None:
+            found.append({"role": "assistant", "content": answer})
+    return found
 
 
 def learned_counts(documents: Iterable[Encoded], vocab_size: int) -> NDArray[np.int64]:
@@ -333,14 +344,12 @@ class Documents:
             counts["unlabelled"] += 1
             reason = "with empty answers" if learned else "with nothing to learn"
             raise RecordError(reason, where=f"record {record['id']}", row=record)
-        if len(encoded.input_ids) <= self.seq_len:
-            found = [encoded]
-        elif "text" in record:
+        if len(encoded.input_ids) > self.seq_len:
+            if "text" not in record:
+                counts["too_long"] += 1
+                return []
             counts["split"] += 1
-            found = _pieces(encoded, self.seq_len)
-        else:
-            counts["too_long"] += 1
-            return []
+        found = _pieces(encoded, self.seq_len)
         if self.learn_all:
             found = [replace(document, labels=document.input_ids) for document in found]
         counts["documents"] += len(found)
@@ -350,20 +359,15 @@ class Documents:
 
 
 def encode_records(
-    records: Sequence[Record],
-    documents: Documents,
-    *,
-    max_bad_fraction: float = 0.0,
-    dropped: Dropped | None = None,
+    records: Sequence[Record], documents: Documents, tally: Tally | None = None
 ) -> Documents:
     """Encode a data set for packed rows.
 
     Args:
         records: checked records, see :mod:`specheads.data.load`.
         documents: the encoder of single records, with which none has been counted yet.
-        max_bad_fraction: share of the records that the tokenizer or its template may refuse, or
-            that have nothing to learn; with 0 the first that is refused is raised.
-        dropped: the collection to which those records are added.
+        tally: counts, and sets aside, the records that the tokenizer or its template refuses, or
+            that have nothing to learn; where it allows none the first that is refused is raised.
 
     Returns:
         The encoder, which now holds the documents.
@@ -375,14 +379,14 @@ def encode_records(
     if not records:
         raise ConfigError("the data set is empty")
     found, counts = documents.documents, documents.counts
-    tally = Tally(max_bad_fraction, Dropped() if dropped is None else dropped)
+    tally = tally or Tally(0, Dropped())
     tally.total = total = len(records)
     for record in records:
         refused = counts["refused"]
         try:
             found += documents.of(record)
         except RecordError as error:
-            if max_bad_fraction == 0 and counts["refused"] > refused:
+            if tally.allowed == 0 and counts["refused"] > refused:
                 raise
             tally.add(error)
     if found or counts["refused"] == total:
@@ -416,20 +420,13 @@ def _pieces(encoded: Encoded, seq_len: int) -> list[Encoded]:
     for cut in range(0, len(encoded.input_ids), seq_len):
         name, place = f"{encoded.id}+{cut}" if cut else encoded.id, slice(cut, cut + seq_len)
         ids, labels = encoded.input_ids[place], encoded.labels[place]
-        pieces.append(Encoded(name, encoded.kind, ids, labels))
+        pieces.append(Encoded(name, ids, labels))
     return [piece for piece in pieces if _has_labels(piece)]
-
-
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return an id to fill rows with; it is masked by position, so any valid id will do."""
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return int(next(token_id for token_id in ids if token_id is not None))
 
 
 PLAIN = ("⟦", "⟧")
 _LEARNED = "\x1b[38;5;16;48;5;157m"  # black on pale green
 _SPECIAL = {True: "\x1b[1;38;5;125;48;5;157m", False: "\x1b[38;5;125m"}  # red, bold where learned
-_RESET = "\x1b[0m"
 
 
 def segments(
@@ -466,11 +463,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def render_mask(
-    encoded: Encoded,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    color: bool,
-    brackets: tuple[str, str] = PLAIN,
+    encoded: Encoded, tokenizer: PreTrainedTokenizerBase, brackets: tuple[str, str] | None = PLAIN
 ) -> str:
     """Return a document's text, special tokens included, with its learned parts marked.
 
@@ -479,11 +472,10 @@ def render_mask(
     Args:
         encoded: the document.
         tokenizer: the tokenizer that encoded it.
-        color: mark by colours of the terminal, not by ``brackets``.
-        brackets: what stands before and after a learned part.
+        brackets: what stands before and after a learned part; None: colours of the terminal.
     """
     found = segments(encoded, tokenizer)
-    if color:
+    if brackets is None:
         return "".join(_paint(harmless(text), kept, special) for text, kept, special in found)
     shown, (before, after) = "", brackets
     for learned, run in groupby(found, key=lambda segment: segment[1]):
@@ -497,7 +489,7 @@ def _paint(text: str, learned: bool, special: bool) -> str:
         return text
     style = _SPECIAL[learned] if special else _LEARNED
     lines = text.split("\n")  # terminals paint the rest of a line that ends in colour
-    return "\n".join(style + line + _RESET if line else line for line in lines)
+    return "\n".join(style + line + RESET if line else line for line in lines)
 
 
 def share(learned: int, tokens: int) -> str:
@@ -514,9 +506,6 @@ def pick(records: Sequence[Record], number: int, seed: int) -> list[Record]:
         return []
     order = list(range(len(records)))
     random.Random(seed).shuffle(order)
-    firsts: dict[str, int] = {}
-    for i in order:
-        firsts.setdefault(records[i]["kind"], i)
-    chosen = set(firsts.values())
+    chosen = set({records[i]["kind"]: i for i in reversed(order)}.values())  # the first of each
     others = [i for i in order if i not in chosen]
     return [records[i] for i in sorted([*chosen, *others[: max(0, number - len(chosen))]])]

@@ -11,16 +11,15 @@ or ``text`` (everything is learned). It may bring its token ids along, see
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from specheads.config import ConfigError, DataConfig, mixture_parts
-from specheads.data.readers import Reader, Row, json_reader, open_reader, text_lines
+from specheads.data.readers import Row, json_reader, open_reader, text_lines
 from specheads.data.schema import KEYS, Dropped, Record, RecordError, Tally, json_digest, to_record
-
-SPLITS = ("train", "heldout")
 
 
 def read_part(data: DataConfig, split: str, dropped: Dropped) -> list[Record]:
@@ -32,27 +31,24 @@ def read_part(data: DataConfig, split: str, dropped: Dropped) -> list[Record]:
     Raises:
         ConfigError: if there is no such data set, or too many of its records cannot be used.
     """
+    reader = open_reader(data, split)
     limit = data.max_records if data.source == "hub" and data.streaming else 0
-    tally = Tally(data.max_bad_fraction, dropped)
-    return _collect(open_reader(data, split), data.columns, tally, dropped, limit)
+    return _collect(reader.name, islice(reader.read(), limit or None), dropped, data)
 
 
 def _collect(
-    reader: Reader,
-    columns: Mapping[str, str] | None,
-    tally: Tally,
-    dropped: Dropped,
-    limit: int = 0,
-    meant: Callable[[object], object] = lambda value: value,
+    name: str, rows: Iterable[Row], dropped: Dropped, data: DataConfig | None = None
 ) -> list[Record]:
-    """Turn rows, of which there are ``limit`` if it is not 0, into records with different ids.
+    """Turn the rows of a file or data set into records with different ids.
 
-    ``meant`` returns what a row's value stands for.
+    Without ``data`` there are no names for columns, and every row has to be a record.
     """
+    columns, allowed = (data.columns, data.max_bad_fraction) if data else (None, 0.0)
+    tally = Tally(allowed, dropped)
     seen: dict[str, str] = {}
 
     def make(row: Row) -> Record:
-        value = meant(row.parse())
+        value = row.parse()
         record = to_record(value, row.where, row.name, columns, dropped)
         first = seen.setdefault(record["id"], row.where)
         if first != row.where:
@@ -60,9 +56,9 @@ def _collect(
             raise RecordError(reason, f"{detail} {first}", row.where, value)
         return record
 
-    found = [tally.take(make, row) for row in islice(reader.read(), limit or None)]
-    dropped.read[reader.name] = tally.total
-    tally.check(reader.name)
+    found = [tally.take(make, row) for row in rows]
+    dropped.read[name] = tally.total
+    tally.check(name)
     return [record for record in found if record is not None]
 
 
@@ -178,8 +174,8 @@ def read_jsonl(path: str | Path) -> list[Record]:
     Raises:
         ConfigError: if the file is missing, empty, or a line is not a record; names file and line.
     """
-    reader, dropped = json_reader(Path(path), DataConfig().max_row_bytes), Dropped()
-    return _collect(reader, None, Tally(0, dropped), dropped)
+    reader = json_reader(Path(path))
+    return _collect(reader.name, reader.read(), Dropped())
 
 
 def read_prompts(path: str | Path, *, chat: bool) -> list[Record]:
@@ -196,9 +192,10 @@ def read_prompts(path: str | Path, *, chat: bool) -> list[Record]:
     Raises:
         ConfigError: as :func:`read_jsonl`.
     """
-    path, dropped = Path(path).expanduser(), Dropped()
+    path = Path(path).expanduser()
 
-    def meant(value: object) -> object:
+    def meant(load: Callable[[], object]) -> object:
+        value = load()
         given = value.keys() & KEYS if isinstance(value, dict) else set()
         if not isinstance(value, dict) or given != {"prompt"}:
             return value
@@ -207,11 +204,9 @@ def read_prompts(path: str | Path, *, chat: bool) -> list[Record]:
         rest = {key: value[key] for key in value if key != "prompt"}
         return rest | {"messages": [{"role": "user", "content": value["prompt"]}]}
 
-    if path.suffix == ".txt":
-        reader = Reader(str(path), "", partial(text_lines, path))
-    else:
-        reader = json_reader(path, DataConfig().max_row_bytes)
-    return _collect(reader, None, Tally(0, dropped), dropped, meant=meant)
+    rows = text_lines(path) if path.suffix == ".txt" else json_reader(path).read()
+    asked = (replace(row, load=partial(meant, row.load)) for row in rows)
+    return _collect(str(path), asked, Dropped())
 
 
 def load_records(data: DataConfig, split: str, *, dropped: Dropped | None = None) -> list[Record]:
@@ -232,10 +227,7 @@ def load_records(data: DataConfig, split: str, *, dropped: Dropped | None = None
 
     Raises:
         ConfigError: if a file is wrong, too many records are, or nothing is left.
-        ValueError: if ``split`` is neither ``train`` nor ``heldout``.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     dropped = Dropped() if dropped is None else dropped
     if data.source == "mixture":
         records = _mix(data, split, dropped)
@@ -251,7 +243,7 @@ def load_records(data: DataConfig, split: str, *, dropped: Dropped | None = None
 
 def _splits(data: DataConfig, dropped: Dropped) -> dict[str, list[Record]]:
     if data.source == "pycode":
-        return {split: _load_pycode(data, split) for split in SPLITS}
+        return {split: _load_pycode(data, split) for split in ("train", "heldout")}
     records = read_part(data, "train", dropped)
     if given := data.eval_split or data.eval_path:
         heldout = read_part(data, "heldout", dropped)
@@ -281,15 +273,11 @@ def _load_pycode(data: DataConfig, split: str) -> list[Record]:
     if share == 1:
         return documents
     # characters stand for tokens: documents make up the asked share of the sum
-    budget = _size(records) * share / (1 - share)
+    characters = sum(len(m["content"]) for record in records for m in record["messages"])
+    budget = characters * share / (1 - share)
     for document in sorted(documents, key=content_rank):
         if budget <= 0:
             break
-        budget -= _size([document])
+        budget -= len(document["text"])
         records.append(document)
     return records
-
-
-def _size(records: Iterable[Record]) -> int:
-    texts = (m["content"] for r in records for m in r.get("messages", ()))
-    return sum(map(len, texts)) + sum(len(r.get("text", "")) for r in records)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, Self
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,6 +117,7 @@ def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         )
 
 
+@dataclass(eq=False, repr=False)
 class PackedBatches:
     """An endless iterator over packed batches whose place can be saved and restored exactly.
 
@@ -123,47 +125,35 @@ class PackedBatches:
     epochs form one stream; a global batch is its next ``world * rows`` rows and each rank takes
     its own part of it. So within an epoch nothing is lost or repeated, whatever the sizes, and
     the place in the data is a single number that does not depend on the number of ranks.
+
+    Attributes:
+        documents: not empty, none longer than ``seq_len``.
+        seq_len: tokens per row (T).
+        rows: rows per batch and rank (B).
+        seed: decides the order together with the number of the epoch.
+        pad_token_id: fills the rest of a row.
+        rank: the rank of this process.
+        world: the number of processes.
+
+    Raises:
+        ValueError: if ``documents`` holds one longer than ``seq_len``.
     """
 
-    def __init__(
-        self,
-        documents: Sequence[Encoded],
-        *,
-        seq_len: int,
-        rows: int,
-        seed: int,
-        pad_token_id: int,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        """Prepare the first epoch.
+    documents: Sequence[Encoded]
+    _: KW_ONLY
+    seq_len: int
+    rows: int
+    seed: int
+    pad_token_id: int
+    rank: int = 0
+    world: int = 1
 
-        Args:
-            documents: not empty, none longer than ``seq_len``.
-            seq_len: tokens per row (T).
-            rows: rows per batch and rank (B).
-            seed: decides the order together with the number of the epoch.
-            pad_token_id: fills the rest of a row.
-            rank: the rank of this process.
-            world: the number of processes.
-
-        Raises:
-            ValueError: if ``documents`` is empty or holds one longer than ``seq_len``.
-        """
-        if not documents:
-            raise ValueError("documents is empty")
-        self.documents = documents
-        self.seq_len, self.rows, self.seed, self.pad_token_id = seq_len, rows, seed, pad_token_id
-        self.rank, self.world = rank, world
-        self._lengths = [len(document.input_ids) for document in documents]
-        self._epoch = -1
-        self._order: list[list[int]] = []
+    def __post_init__(self) -> None:
+        """Prepare the first epoch."""
+        self._lengths = [len(document.input_ids) for document in self.documents]
         self._rows_taken = 0  # of the stream, by all ranks together
-        self._load_epoch(0)
-        self.rows_per_epoch = len(self._order)
-
-    def __iter__(self) -> PackedBatches:
-        return self
+        self._order = lru_cache(maxsize=1)(self._packed)  # an epoch's is held until the next
+        self.rows_per_epoch = len(self._order(0))
 
     def __next__(self) -> Batch:
         return self.lay_out(self.take())
@@ -178,11 +168,6 @@ class PackedBatches:
         """Return the batch of the documents whose numbers ``take`` gave."""
         rows = [[self.documents[i] for i in row] for row in places]
         return collate(rows, self.seq_len, self.pad_token_id)
-
-    @property
-    def epoch(self) -> float:
-        """How often the data has been seen, e.g. 1.5."""
-        return self._rows_taken / self.rows_per_epoch
 
     @property
     def efficiency(self) -> float:
@@ -205,18 +190,14 @@ class PackedBatches:
 
     def _row(self, number: int) -> list[int]:
         epoch, row = divmod(number, self.rows_per_epoch)
-        self._load_epoch(epoch)
-        return self._order[row]
+        return self._order(epoch)[row]
 
-    def _load_epoch(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
+    def _packed(self, epoch: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(number_of(self.seed, epoch))
         shuffled = torch.randperm(len(self.documents), generator=generator).tolist()
         packed = pack_lengths([self._lengths[i] for i in shuffled], self.seq_len)
         order = torch.randperm(len(packed), generator=generator).tolist()
-        self._order = [[shuffled[i] for i in packed[row]] for row in order]
-        self._epoch = epoch
+        return [[shuffled[i] for i in packed[row]] for row in order]
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -228,9 +209,6 @@ class Mapped:
 
     def __init__(self, batches: Any, fn: Callable[[Batch], Batch]) -> None:
         self.batches, self.fn = batches, fn
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Batch:
         """Return the next batch, changed by the function."""
@@ -314,18 +292,13 @@ class GrowingBatches:
         self.taken = 0
 
     @property
-    def current(self) -> PackedBatches:
-        """The batches of the stage that the next micro-batch belongs to."""
-        later = (batches for end, batches in self.stages if self.taken < end)
-        return next(later, self.stages[-1][1])
-
-    @property
     def documents(self) -> Sequence[Encoded]:
         """The documents of the longest rows."""
         return self.stages[-1][1].documents
 
     def __next__(self) -> dict[str, Any]:
-        batches = self.current
+        later = (batches for end, batches in self.stages if self.taken < end)
+        batches = next(later, self.stages[-1][1])
         self.taken += 1
         return next(batches)
 

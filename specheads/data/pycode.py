@@ -32,6 +32,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -110,12 +111,6 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def package_versions(packages: Sequence[str] = DEFAULT_PACKAGES) -> dict[str, str]:
-    """The versions that decide what the corpus is; packages that are not installed are left out."""
-    found = {name: _version(name) for name in package_folders(packages)}
-    return {**found, "stdlib": ".".join(map(str, sys.version_info[:3]))}
-
-
 def is_generated(text: str) -> bool:
     """Whether a file is a table or was written by a program: long, and it teaches nothing."""
     head = text[:1500].lower()
@@ -140,7 +135,7 @@ def read_folders(folders: dict[str, Path]) -> list[Module]:
         try:
             if not MIN_BYTES <= file.stat().st_size <= MAX_BYTES:
                 continue
-            text = "\n".join(file.read_text(encoding="utf-8").split("\n"))
+            text = file.read_text(encoding="utf-8")
             if is_generated(text):
                 continue
             ast.parse(text)
@@ -167,7 +162,6 @@ def deduplicate(modules: Iterable[Module]) -> list[Module]:
     copies of each other with other class names: without this they would be in both splits.
     """
     seen: set[int] = set()
-    texts: set[str] = set()
     kept = []
     for module in modules:
         lines = {
@@ -175,11 +169,9 @@ def deduplicate(modules: Iterable[Module]) -> list[Module]:
             for line in map(str.strip, module.text.split("\n"))
             if len(line) >= 20 and not line.startswith(("#", "import ", "from "))
         }
-        if module.text in texts or not lines or len(lines & seen) > 0.5 * len(lines):
-            continue
-        texts.add(module.text)
-        seen |= lines
-        kept.append(module)
+        if lines and len(lines & seen) <= 0.5 * len(lines):
+            seen |= lines
+            kept.append(module)
     return kept
 
 
@@ -211,13 +203,11 @@ def pairs_of_module(path: str, text: str) -> list[Pair]:
             if size > SHORT_ANSWER and pair.kind != "body" and rank("long", path, pair.prompt) % 3:
                 continue
             found[pair.kind].setdefault(pair.prompt, pair)
-    return [
-        pair
-        for kind, pairs in found.items()
-        for pair in sorted(pairs.values(), key=lambda pair: rank(pair.kind, path, pair.prompt))[
-            : PER_MODULE_BODIES if kind == "body" else PER_MODULE
-        ]
-    ]
+    chosen: list[Pair] = []
+    for kind, pairs in found.items():
+        ordered = sorted(pairs.values(), key=lambda pair: rank(pair.kind, path, pair.prompt))
+        chosen += ordered[: PER_MODULE_BODIES if kind == "body" else PER_MODULE]
+    return chosen
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, _Function]]:
@@ -387,14 +377,11 @@ def make_pairs(modules: Iterable[Module]) -> dict[str, list[Record]]:
             if own and (pair.kind, pair.prompt) not in prompts:
                 prompts.add((pair.kind, pair.prompt))
                 found[module.split][pair.kind].append(_record(module, pair))
-    return {
-        split: [
-            record
-            for records in kinds.values()
-            for record in sorted(records, key=lambda r: rank("order", r["id"]))[:MAX_PAIRS_PER_KIND]
-        ]
-        for split, kinds in found.items()
-    }
+
+    def few(records: list[Record]) -> list[Record]:
+        return sorted(records, key=lambda r: rank("order", r["id"]))[:MAX_PAIRS_PER_KIND]
+
+    return {split: [*chain.from_iterable(map(few, found[split].values()))] for split in found}
 
 
 def _record(module: Module, pair: Pair) -> Record:
@@ -409,15 +396,13 @@ def _record(module: Module, pair: Pair) -> Record:
     }
 
 
-def documents(split: str, packages: Sequence[str] = DEFAULT_PACKAGES) -> list[Record]:
+def documents(split: str, packages: Sequence[str]) -> list[Record]:
     """``{"id", "kind": "document", "text"}`` for every module of ``train`` or ``heldout``."""
     modules, _ = _load(tuple(packages))
     return [{"id": m.path, "kind": "document", "text": m.text} for m in modules if m.split == split]
 
 
-def pairs(
-    split: str, kinds: Sequence[str] = KINDS, packages: Sequence[str] = DEFAULT_PACKAGES
-) -> list[Record]:
+def pairs(split: str, kinds: Sequence[str], packages: Sequence[str]) -> list[Record]:
     """``{"id", "kind", "messages": [user, assistant]}``: kind after kind, each in hash order."""
     _, made = _load(tuple(packages))
     return [record for record in made[split] if record["kind"] in kinds]
@@ -426,7 +411,10 @@ def pairs(
 @functools.cache
 def _load(packages: tuple[str, ...]) -> tuple[list[Module], dict[str, list[Record]]]:
     """The corpus and its pairs, from memory, from the cache on disk, or made now (90 s)."""
-    key = json.dumps([CODE_VERSION, sys.version_info[:3], package_versions(packages)])
+    python = sys.version_info[:3]
+    versions = {name: _version(name) for name in package_folders(packages)}
+    versions["stdlib"] = ".".join(map(str, python))
+    key = json.dumps([CODE_VERSION, python, versions])
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specheads"
     file = folder / f"pycode-{name}.json.gz"

@@ -97,7 +97,7 @@ def open_reader(data: DataConfig, split: str) -> Reader:
     return json_reader(path, data.max_row_bytes)
 
 
-def json_reader(path: Path, max_bytes: int) -> Reader:
+def json_reader(path: Path, max_bytes: int = DataConfig.max_row_bytes) -> Reader:
     """Return the reader of a file of JSON lines, or of a .json that holds a list.
 
     Raises:
@@ -123,7 +123,8 @@ def parquet_reader(path: Path, columns: Mapping[str, str], max_bytes: int) -> Re
     paths = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     if not paths:
         raise ConfigError(f"{path} holds no .parquet file")
-    rows = partial(_table_rows, path, paths, columns, max_bytes)
+    names = [file.relative_to(path).as_posix() if path.is_dir() else file.name for file in paths]
+    rows = partial(_table_rows, dict(zip(paths, names, strict=True)), columns, max_bytes)
     return Reader(str(path), _names_and_sizes(*paths), rows)
 
 
@@ -194,21 +195,16 @@ def _items(path: Path, max_bytes: int, row: int = 0, place: object = None) -> It
 
 
 def _table_rows(
-    path: Path,
-    paths: list[Path],
-    columns: Mapping[str, str],
-    max_bytes: int,
-    row: int = 0,
-    place: object = None,
+    files: dict[Path, str], columns: Mapping[str, str], max_bytes: int, row: int = 0, *_: object
 ) -> Iterator[Row]:
-    """Yield the rows of parquet files, of the columns that records are made of.
+    """Yield the rows of parquet files, by their names, of the columns that records are made of.
 
     Groups of rows before ``row`` are not read.
     """
     from pyarrow import ArrowException, parquet
 
-    for file in paths:
-        name, number = (file.relative_to(path).as_posix() if path.is_dir() else file.name), 0
+    for file, name in files.items():
+        number = 0
         try:
             # checksums are checked where a writer left them: nothing else finds an altered text
             with parquet.ParquetFile(file, page_checksum_verification=True) as table:

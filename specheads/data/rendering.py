@@ -137,10 +137,9 @@ class _Child:
 
 
 def _start() -> subprocess.Popen[str]:
-    limits = [str(n) for n in (_SECONDS, _MEMORY, _FREE, _TIMES)]
     return subprocess.Popen(
         # without the folder of this file, whose modules have names of libraries
-        [sys.executable, "-P", __file__, *limits],
+        [sys.executable, "-P", __file__, str(_SECONDS)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -150,26 +149,26 @@ def _start() -> subprocess.Popen[str]:
     )
 
 
-def _serve(seconds: float, memory: int, free: int, times: int) -> None:
+def _serve(seconds: float) -> None:
     """Answer requests, a line each, until there are no more."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
     with contextlib.suppress(ValueError, OSError):  # a system that has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # then the system ends this process
         try:
             made: Any = render_jinja_template(**json.loads(line))
             texts, spans = made
             size = sum(map(len, texts))
-            if size > free + times * len(line):
+            if size > _FREE + _TIMES * len(line):
                 found = {"limit": f"it made {size:,} characters of messages of {len(line):,}"}
             else:
                 found = {"texts": texts, "spans": spans}
         except MemoryError:
-            found = {"limit": f"it took more than {memory >> 30} GiB of memory"}
+            found = {"limit": f"it took more than {_MEMORY >> 30} GiB of memory"}
         except Exception as error:  # whatever an expression of a template raises
             found = {"error": str(error)[:1000] or type(error).__name__}
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -178,4 +177,4 @@ def _serve(seconds: float, memory: int, free: int, times: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(float(sys.argv[1]), *map(int, sys.argv[2:]))
+    _serve(float(sys.argv[1]))

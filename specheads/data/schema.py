@@ -64,7 +64,6 @@ _MAY_FOLLOW = {
     "assistant": {"user", "tool"},
     "tool": {"assistant", "tool"},
 }
-BEGAN_WITH_ANSWER = "conversations began with an answer, which is left out"
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
@@ -188,7 +187,7 @@ def to_record(
             value = str(value)
         record["id"] = check_text(value, "id")
     if cut:
-        dropped.note(BEGAN_WITH_ANSWER, where)
+        dropped.note("conversations began with an answer, which is left out", where)
     return record
 
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -83,7 +84,8 @@ def shuffled(
         rows = reader.read(place.row, place.at)
         if limit:
             rows = islice(rows, limit - place.row)
-        while window := list(islice(rows, _window(seed, place, buffer))):
+        size = buffer if place.row else 1 + number_of(seed, place.epoch, -1) % buffer
+        while window := list(islice(rows, size)):
             generator = torch.Generator().manual_seed(number_of(seed, place.epoch, place.row))
             order = torch.randperm(len(window), generator=generator).tolist()
             # counted over all epochs: else a rank could end every one of them a row short
@@ -91,14 +93,10 @@ def shuffled(
                 if (place.before + position) % world == rank:
                     yield window[order[position]], replace(place, taken=position + 1)
             row, before = place.row + len(window), place.before + len(window)
-            place = Place(place.epoch, row, window[-1].place, before=before)
+            place, size = Place(place.epoch, row, window[-1].place, before=before), buffer
         if not place.row:
             raise ConfigError(f"the training data holds no rows any more: {reader.identity}")
         place = Place(place.epoch + 1, before=place.before)
-
-
-def _window(seed: int, place: Place, buffer: int) -> int:
-    return buffer if place.row else 1 + number_of(seed, place.epoch, -1) % buffer
 
 
 class RecordStream:
@@ -110,7 +108,6 @@ class RecordStream:
 
     Attributes:
         data: the settings.
-        name: what the training part is called in messages.
         reader: the reader of the training part.
         dropped: the records that were found not to be usable.
         heldout: the held-out records.
@@ -128,19 +125,15 @@ class RecordStream:
                 the rows that were looked at cannot be used.
         """
         self.data, self.reader, self.dropped = data, open_reader(data, "train"), dropped
-        self.name = self.reader.name
         if self.reader.in_one_piece:
             raise ConfigError(
                 f"{data.path} holds a list, which is read in one piece; data.streaming=true needs"
                 " one object per line"
             )
         self._limit = -1  # records of a content rank up to it are held out
-        self._apart: set[int] = set()  # content ranks of the held-out part
-        self.heldout: list[Record] = []
         given = data.eval_split or data.eval_path
-        if given:
-            self.heldout = read_part(data, "heldout", dropped)
-            self._apart = {content_rank(record) for record in self.heldout}
+        self.heldout = read_part(data, "heldout", dropped) if given else []
+        self._apart = {content_rank(record) for record in self.heldout}
         self._look(search=not given)
 
     def record(self, row: Row, value: object, dropped: Dropped) -> Record | None:
@@ -154,12 +147,11 @@ class RecordStream:
         return None if rank <= self._limit or rank in self._apart else record
 
     def _look(self, *, search: bool) -> None:
-        data, name, whole = self.data, self.name, True
+        data, name, whole = self.data, self.reader.name, True
         wanted = round(data.eval_fraction * 2**64)
         tally = Tally(data.max_bad_fraction, self.dropped)
         found: list[tuple[int, Record]] = []  # held out
-        lowest: tuple[int, Record] | None = None
-        highest = -1
+        ends: list[tuple[int, Record]] = []  # of lowest and of highest rank
         for row in islice(self.reader.read(), data.max_records or None):
             enough = not search or len(found) >= _HELD_OUT or (found and tally.total >= _FAR)
             if tally.total >= LOOKED_AT and enough:
@@ -170,26 +162,25 @@ class RecordStream:
                 tally.check(f"the start of {name}")
             if record is None or not search:
                 continue
-            rank = content_rank(record)
-            highest = max(highest, rank)
-            if lowest is None or rank < lowest[0]:
-                lowest = rank, record
-            if rank <= wanted:
-                found.append((rank, record))
+            ranked = content_rank(record), record
+            by_rank = sorted([*ends, ranked], key=itemgetter(0))
+            ends = [by_rank[0], by_rank[-1]]
+            if ranked[0] <= wanted:
+                found.append(ranked)
         tally.check(name)
         self.dropped.read[name if whole else f"the start of {name}"] = tally.total
         if not search:
             return
         if whole:
-            wanted = heldout_limit(data, name, {lowest[0], highest} if lowest else set())
-            assert lowest is not None
-            found = [each for each in found if each[0] <= wanted] or [lowest]
+            wanted = heldout_limit(data, name, {rank for rank, _ in ends})
+            found = [each for each in found if each[0] <= wanted] or ends[:1]
         self._limit, self.heldout = wanted, [record for _, record in found]
 
 
 _EPOCHS = 8  # without a single document: there will be none
 
 
+@dataclass(eq=False, repr=False)
 class StreamedBatches:
     """An endless iterator over one rank's batches whose place can be saved and restored exactly.
 
@@ -199,51 +190,38 @@ class StreamedBatches:
 
     Attributes:
         POOL: rows that are packed together, at the least.
+        stream: the records.
+        documents: the encoder of single records, which knows the row length T.
+        rows: rows per batch and rank (B).
+        seed: decides the order.
+        pad_token_id: fills the rest of a row.
+        rank: the rank of this process.
+        world: the number of processes.
         counts: what became of this rank's records so far, as ``Documents.counts``.
-        epoch: the epoch of the last record that was read, counted from 0.
         efficiency: share of the row positions of the present pool that hold documents.
+
+    Raises:
+        ConfigError: if too many records cannot be used, or none can.
     """
 
-    POOL = 64
+    POOL: ClassVar[int] = 64
+    stream: RecordStream
+    documents: Documents
+    _: KW_ONLY
+    rows: int
+    seed: int
+    pad_token_id: int
+    rank: int = 0
+    world: int = 1
 
-    def __init__(
-        self,
-        stream: RecordStream,
-        documents: Documents,
-        *,
-        rows: int,
-        seed: int,
-        pad_token_id: int,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        """Read and pack the first pool.
-
-        Args:
-            stream: the records.
-            documents: the encoder of single records, which knows the row length T.
-            rows: rows per batch and rank (B).
-            seed: decides the order.
-            pad_token_id: fills the rest of a row.
-            rank: the rank of this process.
-            world: the number of processes.
-
-        Raises:
-            ConfigError: if too many records cannot be used, or none can.
-        """
-        self.stream, self.encoding, self.pad_token_id = stream, documents, pad_token_id
-        self.rows, self.seq_len, self.seed = rows, documents.seq_len, seed
-        self.rank, self.world, self.pool = rank, world, max(self.POOL, rows)
-        self.quarantine = Quarantine(stream.dropped, first=rank == 0)
-        self.counts = documents.counts
-        self._tally = Tally(stream.data.max_bad_fraction, self.quarantine)  # of the first epoch
+    def __post_init__(self) -> None:
+        """Read and pack the first pool."""
+        self.seq_len, self.pool = self.documents.seq_len, max(self.POOL, self.rows)
+        self.quarantine = Quarantine(self.stream.dropped, first=self.rank == 0)
+        self.counts, allowed = self.documents.counts, self.stream.data.max_bad_fraction
+        self._tally = Tally(allowed, self.quarantine)  # of the first epoch
         self._go_to(Place())
         self._fill()
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the last record that was read, counted from 0."""
-        return self._place.epoch
 
     @property
     def efficiency(self) -> float:
@@ -256,9 +234,6 @@ class StreamedBatches:
         if self.rank:
             path = path.with_name(f"{path.stem}-{self.rank}{path.suffix}")
         self.quarantine.write_to(path)
-
-    def __iter__(self) -> StreamedBatches:
-        return self
 
     def __next__(self) -> Batch:
         """Return the next batch (see ``collate``).
@@ -305,23 +280,15 @@ class StreamedBatches:
         self._fill()
         if self._digest != state["digest"]:
             raise ConfigError(
-                f"{self.stream.name} does not hold the rows that it held when the checkpoint was"
-                " made, so the order cannot be resumed"
+                f"{self.stream.reader.name} does not hold the rows that it held when the"
+                " checkpoint was made, so the order cannot be resumed"
             )
         self._taken = int(state["taken"])
 
     def _settings(self) -> dict[str, Any]:
-        data = self.stream.data
-        return {
-            "seed": self.seed,
-            "seq_len": self.seq_len,
-            "rank": self.rank,
-            "world": self.world,
-            "pool": self.pool,
-            "shuffle_buffer": data.shuffle_buffer,
-            "max_records": data.max_records,
-            "data": self.stream.reader.identity,
-        }
+        ours = {key: getattr(self, key) for key in ("seed", "seq_len", "rank", "world", "pool")}
+        read = {key: getattr(self.stream.data, key) for key in ("shuffle_buffer", "max_records")}
+        return {**ours, **read, "data": self.stream.reader.identity}
 
     def _go_to(self, place: Place) -> None:
         data = self.stream.data
@@ -341,7 +308,7 @@ class StreamedBatches:
             "counts": dict(self.counts),
             "quarantined": self.quarantine.written,
         }
-        name, later = self.stream.name, Tally(self._tally.allowed, Dropped())
+        name, later = self.stream.reader.name, Tally(self._tally.allowed, Dropped())
         found: list[Encoded] = []
         tokens = 0
         while tokens < self.pool * self.seq_len:
@@ -376,4 +343,4 @@ class StreamedBatches:
         value = row.parse()
         with naming(row.where, value):
             record = self.stream.record(row, value, Dropped())  # repairs of all rows: not counted
-            return [] if record is None else self.encoding.of(record)
+            return [] if record is None else self.documents.of(record)

@@ -22,14 +22,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, DataConfig
-from specheads.data.chat import Encoder
+from specheads.data.chat import Encoder, conversation
 from specheads.data.load import read_jsonl
 from specheads.data.readers import Row, json_reader, parquet_reader, text_lines
 from specheads.data.schema import Record, RecordError, check_text, naming, one_line
@@ -106,12 +105,10 @@ def prompt_records(path: str | Path, *, chat: bool) -> list[Record]:
 
 def messages(question: Question, answers: Sequence[str] = ()) -> list[dict[str, str]]:
     """Return the conversation up to the turn after ``answers``, a chat template's input."""
-    found = [{"role": "system", "content": question.system}] if question.system else []
-    for turn, answer in zip_longest(question.turns[: len(answers) + 1], answers):
-        found.append({"role": "user", "content": turn})
-        if answer is not None:
-            found.append({"role": "assistant", "content": answer})
-    return found
+    turns = [[{"role": "user", "content": turn}] for turn in question.turns]
+    if question.system:
+        turns[0].insert(0, {"role": "system", "content": question.system})
+    return conversation(turns, answers)
 
 
 def _is_suite(path: Path) -> bool:
@@ -126,12 +123,11 @@ def _is_suite(path: Path) -> bool:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    largest = DataConfig().max_row_bytes
     if path.suffix == ".txt":
         return map(_numbered, text_lines(path))
     if path.suffix == ".parquet" or path.is_dir():
-        return parquet_reader(path, _COLUMNS, largest).read()
-    return json_reader(path, largest).read()
+        return parquet_reader(path, _COLUMNS, DataConfig.max_row_bytes).read()
+    return json_reader(path).read()
 
 
 def _numbered(row: Row) -> Row:
@@ -239,10 +235,8 @@ class QuestionPrompts:
             ConfigError: if the chat template refuses the conversation.
         """
         if self._encoder is not None:
-            # the encoder renders what stands before the last answer
-            due = {"role": "assistant", "content": ""}
-            record = {"id": question.id, "messages": [*messages(question, answers), due]}
-            return self._encoder.prompt(record)
+            asked = messages(question, answers)
+            return self._encoder.prompt({"id": question.id, "messages": asked})
         render = _vicuna if self.kind == "vicuna" else _bare
         return list(self.tokenizer(render(question, answers), verbose=False).input_ids)
 

@@ -47,7 +47,6 @@ from specheads.system.files import locked, whole_file
 INDEX = "index.json"
 # of the numbers in one shard, which is held in memory while it fills; one document may have more
 SHARD_BYTES = 256 << 20
-STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _FREE_MARGIN = 1 << 20  # bytes that a file system needs beside the files themselves
 # kind -> the setting that names the folder, the files' name, what makes it smaller, here and there
 _KINDS = {
@@ -114,7 +113,7 @@ class Plan:
         # safetensors writes wider dtypes first, floats before integers, so that all are aligned
         if self.kind == "features":
             size, num_taps = self.settings["hidden_size"], len(self.taps)
-            hidden = {"hidden": (STORED[self.settings["dtype"]], [num_taps * size])}
+            hidden = {"hidden": (getattr(torch, self.settings["dtype"]), [num_taps * size])}
             per_tap = [] if num_taps == 1 else [num_taps]
             scale: dict[str, tuple[torch.dtype, list[int]]] = {"scale": (torch.float32, per_tap)}
             return scale | hidden if self.settings["dtype"] == "int8" else hidden
@@ -215,7 +214,8 @@ def plan_features(
     made_of = {**made_of, "documents": _documents_digest(documents), "dtype": dtype}
     if tuple(taps) != (FINAL,):  # of the final ones alone the index says what it always said
         settings["taps"], made_of["taps"] = list(taps), ", ".join(taps)
-    return _plan("features", folder, documents, made_of, settings)
+    lengths = [len(document.input_ids) for document in documents]
+    return _laid_out(Plan("features", Path(folder).expanduser(), made_of, settings, lengths, []))
 
 
 def plan_top_logits(
@@ -244,34 +244,28 @@ def plan_top_logits(
         raise ConfigError(f"draft.stored_top_k must be in 1..{vocab_size - 1}, got {top_k}")
     chosen = {"vocabulary": str(vocab_size), "stored_top_k": str(top_k)}
     made_of = {**made_of, "documents": _documents_digest(documents), **chosen}
-    settings = {"top_k": top_k, "vocab_size": vocab_size}
-    return _plan("stored teacher", folder, documents, made_of, settings)
-
-
-def _plan(
-    kind: str,
-    folder: str | Path,
-    documents: Sequence[Encoded],
-    made_of: dict[str, str],
-    settings: dict[str, Any],
-) -> Plan:
-    folder = Path(folder).expanduser()
+    settings, place = {"top_k": top_k, "vocab_size": vocab_size}, Path(folder).expanduser()
     lengths = [len(document.input_ids) for document in documents]
-    plan = Plan(kind, folder, made_of, settings, lengths, [])
+    return _laid_out(Plan("stored teacher", place, made_of, settings, lengths, []))
+
+
+def _laid_out(plan: Plan) -> Plan:
+    """Return the plan with its shards: those of the index in the folder, where there is one."""
+    folder = plan.folder
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{plan.key}={folder} is a file; a folder is expected")
     if (folder / INDEX).is_file():
         places = _stored_places(plan)
     else:
         places, first, tokens = [], 0, 0.0
-        for document, length in enumerate([*lengths, math.inf]):
+        for document, length in enumerate([*plan.lengths, math.inf]):
             if tokens and (tokens + length) * plan.token_bytes > SHARD_BYTES:
-                name = f"{_KINDS[kind][1]}-{len(places):05d}.safetensors"
+                name = f"{_KINDS[plan.kind][1]}-{len(places):05d}.safetensors"
                 places.append((name, (first, document)))
                 first, tokens = document, 0.0
             tokens += length
     for name, inside in places:
-        count = sum(lengths[slice(*inside)])
+        count = sum(plan.lengths[slice(*inside)])
         plan.shards.append(Shard(name, inside, count, count * plan.token_bytes))
     return plan
 
@@ -481,14 +475,11 @@ class TeacherCache:
     """The numbers of a complete cache; any document can be read at any time."""
 
     def __init__(self, plan: Plan) -> None:
-        """Map the shards into memory.
+        """Map the shards into memory; :func:`write_cache` has seen to it that all are there.
 
         Raises:
-            ConfigError: if a shard is missing, damaged, or of another cache; names it.
+            ConfigError: if a shard is damaged, or of another cache; names it.
         """
-        if missing := plan.missing():
-            path = plan.folder / missing[0].file
-            raise ConfigError(f"{path} is missing, and {len(missing) - 1} more shards with it")
         self.plan = plan
         self._shards: list[dict[str, Any]] = []  # slices of the tensors
         self._places: list[tuple[int, int]] = []  # of each document: its shard, its first row

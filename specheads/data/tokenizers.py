@@ -85,14 +85,10 @@ def bpe_tokenizer(
 
     Args:
         texts: what the merges are learned from.
-        size: tokens in all. There are fewer where no pair occurs twice any more.
+        size: tokens in all, more than the bytes and the special tokens. There are fewer where no
+            pair occurs twice any more.
         context: the longest text that its model takes, in tokens, where that is known.
-
-    Raises:
-        ValueError: if ``size`` leaves no room beside bytes and special tokens.
     """
-    if size <= 256 + NUM_SPECIAL:
-        raise ValueError(f"size must be more than {256 + NUM_SPECIAL}, got {size}")
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

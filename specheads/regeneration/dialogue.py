@@ -6,18 +6,19 @@ or not the record had one there. An assistant that speaks before any user is lef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import dropwhile
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
-from specheads.data.chat import Encoder, runs
+from specheads.data.chat import Encoder, conversation, runs
 from specheads.data.rendering import render
-from specheads.data.schema import Record, RecordError, json_digest, tokenizer_digest
+from specheads.data.schema import Record, RecordError, json_digest
+from specheads.decoding.conversation import text_of
 from specheads.losses.cross_entropy import IGNORE
 
 _ROLES = ("system", "user", "assistant")
@@ -59,12 +60,7 @@ class Dialogue:
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the conversation so far: up to the next answer that is due, or all of it."""
-        found: list[dict[str, Any]] = []
-        for turn, answer in zip_longest(self.turns[: len(self.answers) + 1], self.answers):
-            found += turn
-            if answer is not None:
-                found.append({"role": "assistant", "content": answer.text})
-        return found
+        return conversation(self.turns, [answer.text for answer in self.answers])
 
     def answered(self, generation: dict[str, Any], tokens: dict[str, Any] | None) -> Record:
         """Return the record with the new answers, and what is known about their making."""
@@ -146,22 +142,17 @@ def check_answer(talk: Dialogue, keep_truncated: bool) -> None:
         raise RecordError("text", f"answer {number} holds half a character") from None
 
 
-def span_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Record], dict[str, Any]]:
-    """Return a function that gives the ``tokens`` to store with a record, from its texts.
+def tokens_of(record: Record, encoder: Encoder) -> dict[str, Any]:
+    """Return the ``tokens`` to store with a record, from its texts.
 
     They are what training would see without them: the one that made the answers keeps its ids.
 
     Raises:
-        ConfigError: if there is no eos token; the function, if the template refuses a record.
+        ConfigError: if the template refuses the record.
     """
-    encoder, digest = Encoder(tokenizer), tokenizer_digest(tokenizer)
-
-    def encode(record: Record) -> dict[str, Any]:
-        encoded = encoder(record)
-        spans = [list(span) for span in runs([label != IGNORE for label in encoded.labels])]
-        return {"ids": encoded.input_ids.tolist(), "answers": spans, "tokenizer": digest}
-
-    return encode
+    encoded = encoder(record)
+    spans = [list(span) for span in runs([label != IGNORE for label in encoded.labels])]
+    return {"ids": encoded.input_ids.tolist(), "answers": spans, "tokenizer": encoder.digest}
 
 
 def prompt_digest(record: Record) -> str:
@@ -208,8 +199,8 @@ class TurnEncoder:
             if talk.answers:
                 self._go_on(talk)
             else:
-                messages = [*talk.turns[0], {"role": "assistant", "content": STAND_IN}]
-                talk.ids = self.encoder.prompt({"id": talk.record["id"], "messages": messages})
+                asked: Record = {"id": talk.record["id"], "messages": talk.messages()}
+                talk.ids = self.encoder.prompt(asked)
         except (ConfigError, TemplateError) as error:
             raise RecordError("template", str(error)) from None
         return talk.ids
@@ -224,35 +215,24 @@ class TurnEncoder:
             raise RecordError("token", f"token {largest} of {len(self.tokenizer)} was generated")
         talk.spans.append([len(talk.ids), len(talk.ids) + len(new_tokens)])
         talk.ids = [*talk.ids, *new_tokens]
-        text = self.text(new_tokens[:-1] if ended else new_tokens)
+        text = text_of(self.tokenizer, new_tokens[:-1] if ended else new_tokens)
         talk.answers.append(Answer(text, "stop" if ended else "length", len(new_tokens)))
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of an answer's tokens, special ones left out."""
-        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        return str(self.tokenizer.decode(list(tokens), **options))
 
     def _go_on(self, talk: Dialogue) -> None:
         between = self._between(talk)
-        blank = 0
-        while blank < len(between) and not str(self.tokenizer.decode([between[blank]])).strip():
-            blank += 1
-        closing = between[blank] if blank < len(between) else None
+        closing = dropwhile(lambda i: not str(self.tokenizer.decode([i])).strip(), between)
         if talk.answers[-1].finish_reason != "stop":
             talk.ids = talk.ids + between
-        elif closing == talk.ids[-1]:
-            talk.ids = talk.ids + between[blank + 1 :]
+        elif next(closing, None) == talk.ids[-1]:
+            talk.ids = [*talk.ids, *closing]
         else:  # it ended otherwise than the template ends answers: a server would not keep that
             talk.ids = talk.ids[:-1] + between
             talk.spans[-1][1] -= 1
 
     def _between(self, talk: Dialogue) -> list[int]:
         """Return the ids behind the latest answer's text, up to where the next one starts."""
-        num_past = len(talk.answers)
-        stand_in = {"role": "assistant", "content": STAND_IN}
-        messages = [message for turn in talk.turns[:num_past] for message in (*turn, stand_in)]
-        messages += talk.turns[num_past]
-        text, _ = render(self.tokenizer, messages, add_generation_prompt=True)
+        stood_in = replace(talk, answers=[Answer(STAND_IN, "stop")] * len(talk.answers))
+        text, _ = render(self.tokenizer, stood_in.messages(), add_generation_prompt=True)
         _, found, behind = text.rpartition(STAND_IN)
         if not found:
             raise RecordError("template", "the chat template leaves earlier answers out")

@@ -16,16 +16,17 @@ import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing import TimeoutError as NothingYetError
 from multiprocessing.pool import IMapIterator, ThreadPool
 from typing import Any
 
 from specheads.config import ConfigError, RunError
+from specheads.data.chat import Encoder
 from specheads.data.schema import Record, RecordError
 from specheads.regeneration.answers import Outcome, Sampling, record_seed
-from specheads.regeneration.dialogue import Answer, Dialogue, check_answer, dialogue
+from specheads.regeneration.dialogue import Answer, Dialogue, check_answer, dialogue, tokens_of
 from specheads.system import __version__
 
 _LONGEST_PAUSE = 60.0  # seconds
@@ -70,9 +71,7 @@ class Client:
         ConfigError: for a url that is none, or that holds a password: it would be written down.
     """
 
-    def __init__(
-        self, url: str, *, timeout: float = 300.0, retries: int = 4, pause: float = 1.0
-    ) -> None:
+    def __init__(self, url: str, *, timeout: float, retries: int, pause: float = 1.0) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"endpoint must be like http://localhost:8000/v1, got {url!r}")
@@ -220,9 +219,8 @@ def ask_server(
     sampling: Sampling,
     records: Sequence[Record],
     generation: dict[str, Any],
-    *,
     concurrency: int,
-    encode: Callable[[Record], dict[str, Any]] | None = None,
+    encoder: Encoder | None = None,
 ) -> Iterator[Outcome]:
     """Answer records with a server; yield what became of them, some at a time, as answers come.
 
@@ -233,7 +231,7 @@ def ask_server(
         records: the records to answer.
         generation: JSON about the server, for every answered record.
         concurrency: requests at one time.
-        encode: gives the tokens of an answered record, to be stored with it; called here, by one
+        encoder: gives the tokens of an answered record, to be stored with it; called here, by one
             thread.
 
     Raises:
@@ -254,7 +252,7 @@ def ask_server(
                     if isinstance(item, RecordError):
                         held.append(item)
                     else:
-                        _add_record(outcome, item, generation, encode)
+                        _add_record(outcome, item, generation, encoder)
                 if settled == len(records):
                     health.check_end()
             except RunError as error:
@@ -291,17 +289,14 @@ def _settle(client: Client, model: str, sampling: Sampling, record: Record) -> _
 
 
 def _add_record(
-    outcome: Outcome,
-    talk: Dialogue,
-    generation: dict[str, Any],
-    encode: Callable[[Record], dict[str, Any]] | None,
+    outcome: Outcome, talk: Dialogue, generation: dict[str, Any], encoder: Encoder | None
 ) -> None:
     outcome.num_tokens += sum(answer.num_tokens or 0 for answer in talk.answers)
     record = talk.answered(generation, None)
     with outcome.quarantining(talk.record):
         try:
-            if encode is not None:
-                record["tokens"] = encode(record)
+            if encoder is not None:
+                record["tokens"] = tokens_of(record, encoder)
         except ConfigError as error:
             raise RecordError("template", str(error)) from None
         outcome.answered.append(record)

@@ -12,9 +12,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, RegenerateConfig
-from specheads.data.schema import Record, RecordError, tokenizer_digest
+from specheads.data.schema import Record, RecordError
 from specheads.decoding.exported import exported_drafter
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
@@ -48,39 +47,35 @@ from specheads.verification.sampling import Sampler
 
 POOL = 32  # batches whose records are sorted by length together
 HELD = 2.0  # seconds for which answers are held back at most, so that many are written together
+_DRAWN = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
 
 
+@dataclass(eq=False)
 class Engine:
     """The base model as it answers: plainly, or with a drafter, whose answers are the same.
 
-    Args:
+    Attributes:
         base: the base model.
         turns: the encoder that gives the prompts' ids.
         sampling: how answers are drawn.
         generation: JSON about all this, for every answered record.
-        drafter: proposes; None decodes one token at a time. Its candidates are to be deterministic.
+        drafter: proposes; None decodes one token at a time. Its candidates are to be deterministic:
+            the random choices of one that samples belong to rows, not to records.
         batch_size: dialogues that are decoded together; 1 where the model takes no more.
-
-    Raises:
-        ValueError: for a drafter that samples: its random choices belong to rows, not to records.
     """
 
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        turns: TurnEncoder,
-        sampling: Sampling,
-        generation: dict[str, Any],
-        *,
-        drafter: Drafter | None = None,
-        batch_size: int = 8,
-    ) -> None:
-        if drafter is not None and not drafter.deterministic:
-            raise ValueError("drafter must be deterministic: a sampling one draws by row")
-        self.base, self.turns, self.sampling, self.drafter = base, turns, sampling, drafter
-        self.generation, self.digest = generation, tokenizer_digest(turns.tokenizer)
-        self.batch_size = batch_size if tree_support(base).kind == "tree" else 1
-        self.context = context_length(base) or 1 << 40
+    base: PreTrainedModel
+    turns: TurnEncoder
+    sampling: Sampling
+    generation: dict[str, Any]
+    _: KW_ONLY
+    drafter: Drafter | None = None
+    batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        if tree_support(self.base).kind != "tree":
+            self.batch_size = 1
+        self.context = context_length(self.base) or 1 << 40
         self._outcome = Outcome()  # since the last one that was yielded
 
     def answer(self, records: Sequence[Record]) -> Iterator[Outcome]:
@@ -119,9 +114,8 @@ class Engine:
 
         stream = self.stream(self.sampling)
         for ended in stream.run(take):
-            talks = [job.owner for job, _ in ended]
             # begun conversations first, or they would pile up until the records are at an end
-            waiting.extendleft(self._settle(talks, [row for _, row in ended]))
+            waiting.extendleft(self._settle((job.owner, row) for job, row in ended))
             self._outcome.num_tokens += stream.num_tokens
             stream.num_tokens = 0
             settled = len(self._outcome.answered) + len(self._outcome.quarantined)
@@ -143,21 +137,22 @@ class Engine:
                 while batch:
                     rows = self.decode([self._job(talk) for talk in batch])
                     self._outcome.num_tokens += sum(len(row.new_tokens) for row in rows)
-                    batch = self._settle(batch, rows)
+                    batch = self._settle(zip(batch, rows, strict=True))
                 yield self._taken()
         yield self._taken()
 
-    def _settle(self, talks: list[Dialogue], rows: Sequence[DecodedRow]) -> list[Dialogue]:
+    def _settle(self, ended: Iterable[tuple[Dialogue, DecodedRow]]) -> list[Dialogue]:
         """Give dialogues their next answers; return those in which another one is due."""
         outcome, waiting = self._outcome, list[Dialogue]()
-        for talk, row in zip(talks, rows, strict=True):
+        for talk, row in ended:
             with outcome.quarantining(talk.record):
                 self.turns.add(talk, row.new_tokens, ended=row.finished)
                 check_answer(talk, self.sampling.keep_truncated)
                 if not talk.finished:
                     waiting.append(self._ask(talk))
                     continue
-                tokens = {"ids": talk.ids, "answers": talk.spans, "tokenizer": self.digest}
+                whose = self.turns.encoder.digest
+                tokens = {"ids": talk.ids, "answers": talk.spans, "tokenizer": whose}
                 outcome.answered.append(talk.answered(self.generation, tokens))
         return waiting
 
@@ -174,7 +169,8 @@ class Engine:
             ids = tokens["ids"]
             if ids[:start] != talk.ids:
                 break
-            if not self._settle([talk], [DecodedRow(ids[start:stop], finished=reason == "stop")]):
+            given = DecodedRow(ids[start:stop], finished=reason == "stop")
+            if not self._settle([(talk, given)]):
                 return []
         return [talk]
 
@@ -191,12 +187,10 @@ class Engine:
     def decode(self, jobs: Sequence[Job]) -> list[DecodedRow]:
         """Continue prompts with the drafter, those of one limit together."""
         found: dict[int, DecodedRow] = {}
-        order = sorted(range(len(jobs)), key=lambda i: jobs[i].limit)
-        for _, group in groupby(order, lambda i: jobs[i].limit):
-            members = list(group)
-            spans = [(len(jobs[i].ids), len(jobs[i].ids) + jobs[i].limit) for i in members]
-            for rows in groups_by_side(self.base, spans):
-                some = [members[row] for row in rows]
+        spans = [(len(job.ids), len(job.ids) + job.limit) for job in jobs]
+        for rows in groups_by_side(self.base, spans):
+            for limit in sorted({jobs[i].limit for i in rows}):
+                some = [i for i in rows if jobs[i].limit == limit]
                 found |= zip(some, self._decode([jobs[i] for i in some]), strict=True)
         return [found[i] for i in range(len(jobs))]
 
@@ -306,28 +300,19 @@ def weights_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
 def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
     """Return all that decides which answers there are; a file is continued with the same only."""
     # greedy answers do not depend on how others would be drawn
-    drawn = {"top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
-    return {
-        **weights_of(config, who),
-        "temperature": config.temperature,
-        **(drawn if config.temperature else {}),
-        "max_new_tokens": config.max_new_tokens,
-        "keep_truncated": config.keep_truncated,
-    }
+    names = _DRAWN if config.temperature else ("temperature", "max_new_tokens")
+    chosen = {name: getattr(config, name) for name in (*names, "keep_truncated")}
+    return weights_of(config, who) | chosen
 
 
 def sampling_of(config: RegenerateConfig) -> Sampling:
     """Return how answers are drawn."""
-    drawn = config.temperature, config.top_k, config.top_p, config.seed
-    limit, kept = config.max_new_tokens, config.keep_truncated
-    return Sampling(*drawn, max_new_tokens=limit, keep_truncated=kept)
+    return Sampling(**{name: getattr(config, name) for name in (*_DRAWN, "keep_truncated")})
 
 
 def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
     """Load the base model, and the heads of ``checkpoint`` where there is one."""
-    device = hardware.pick_device(config.device)
-    dtype = hardware.pick_dtype(config.dtype, device)
-    hardware.pin_threads(config.threads)
+    device, dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
     trust, revision = config.trust_remote_code, config.revision
     on: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust}
     drafter = None
@@ -349,5 +334,4 @@ def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
 
 def drawn_by(config: RegenerateConfig) -> dict[str, Any]:
     """Return JSON about how answers are drawn, for every answered record."""
-    names = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
-    return {name: getattr(config, name) for name in names} | {"specheads": __version__}
+    return {name: getattr(config, name) for name in _DRAWN} | {"specheads": __version__}

@@ -28,6 +28,7 @@ from specheads.data.chat import special_ids
 from specheads.data.rendering import render
 from specheads.data.schema import Record, RecordError, json_digest
 from specheads.data.similar import SimilarTexts, words
+from specheads.decoding.conversation import text_of
 from specheads.decoding.result import DecodedRow
 from specheads.decoding.stream import Job
 from specheads.regeneration.answers import AnswerFile, read_lines, record_seed
@@ -146,13 +147,12 @@ class Questioner:
                 return [self._next_turn(record) for record in islice(left, num)]
 
             for ended in self._stream(take):
-                talks = [job.owner for job, _ in ended]
-                for talk, (_, row) in zip(talks, ended, strict=True):
+                for job, row in ended:
                     with contextlib.suppress(RecordError):
-                        text = self._text(row, *self._before(talk)[1:]).strip()
+                        text = self._text(row, *self._before(job.owner)[1:]).strip()
                         turn = [{"role": "user", "content": text}] if text else []
-                        talk["messages"] = [*talk["messages"], *turn]
-                file.append(talks)
+                        job.owner["messages"] = [*job.owner["messages"], *turn]
+                file.append([job.owner for job, _ in ended])
                 tick(len(file.done))
             file.sort(answered)
             return [record for _, record in read_lines(path)]
@@ -171,6 +171,8 @@ class Questioner:
     def _rendered(self, system: str, past: Sequence[Any] = ()) -> tuple[str, frozenset[int], str]:
         """Return what the template puts before a user's turn, and the tokens, or the text, behind.
 
+        Without a template nothing stands before it, and the base's own tokens end it.
+
         Args:
             system: a system turn; left out where it is empty, or the template knows none.
             past: the messages between it and the turn.
@@ -178,6 +180,8 @@ class Questioner:
         Raises:
             ConfigError: if the template does not show the turn.
         """
+        if not self.has_template:
+            return "", self.engine.turns.end_tokens, ""
         led, before, found, behind = [{"role": "system", "content": system}], "", "", ""
         for first in (led, [])[not system :]:
             messages = [*first, *past, {"role": "user", "content": STAND_IN}]
@@ -220,7 +224,7 @@ class Questioner:
             raise RecordError("token", f"token {max(tokens)} stands for nothing")
         if last in self._special - ends:
             raise RecordError("special", f"token {last} within it")
-        text = self.engine.turns.text(tokens)
+        text = text_of(self.tokenizer, tokens)
         if marker:
             text, found, _ = text.partition(marker)
         if not found and last not in ends:
@@ -237,9 +241,8 @@ class Questioner:
 
     def begin(self, number: int, kind: str) -> Job:
         """Return the job of an attempt at a question; the attempt's number is its owner."""
-        lead, before = self.leads[kind], ""
-        if self.has_template:
-            before = self._around(lead["system"])[0] + self._opening(number, kind)
+        lead = self.leads[kind]
+        before = self._around(lead["system"])[0] + self._opening(number, kind)
         ends = self._breaks if lead.get("one_line") else frozenset()
         return self._job(before, f"question {number}", number, ends)
 
@@ -249,10 +252,8 @@ class Questioner:
 
     def question(self, number: int, kind: str, row: DecodedRow) -> str:
         """Return the question that an attempt has become; RecordError if it is none."""
-        lead, marker = self.leads[kind], ""
-        ends = frozenset(self.engine.turns.end_tokens)
-        if self.has_template:
-            _, ends, marker = self._around(lead["system"])
+        lead = self.leads[kind]
+        _, ends, marker = self._around(lead["system"])
         if lead.get("one_line"):
             text = self._text(row, ends | self._breaks, marker).partition("\n")[0]
         else:

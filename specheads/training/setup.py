@@ -22,7 +22,7 @@ from specheads.config import ConfigError, HeadsConfig, LossConfig, TrainConfig
 from specheads.data.chat import Documents, Encoder, encode_records, learned_counts, most_frequent
 from specheads.data.load import load_records, read_jsonl
 from specheads.data.pack import GrowingBatches, PackedBatches, check_isolation, one_pass
-from specheads.data.schema import Dropped, Record
+from specheads.data.schema import Dropped, Record, Tally
 from specheads.data.stream import RecordStream, StreamedBatches
 from specheads.data.tokenizers import choose_tokenizer, complete_init
 from specheads.losses.cross_entropy import check_implementation
@@ -213,8 +213,8 @@ def load_data(
 
     def encode(records: Sequence[Record], seq_len: int) -> Documents:
         bar = tqdm(records, desc="tokenize", disable=quiet, leave=False)
-        share = wanted.max_bad_fraction
-        return encode_records(bar, documents_of(seq_len), max_bad_fraction=share, dropped=dropped)
+        tally = Tally(wanted.max_bad_fraction, dropped)
+        return encode_records(bar, documents_of(seq_len), tally)
 
     heldout = encode(read.heldout, wanted.seq_len)
     order: dict[str, Any] = {"seed": cfg.seed, "pad_token_id": pad}
@@ -223,7 +223,7 @@ def load_data(
     if isinstance(read.train, RecordStream):
         train = StreamedBatches(read.train, documents_of(wanted.seq_len), rows=wanted.rows, **order)
         counts, used = train.counts, f"{100 * train.efficiency:.0f}% of the first rows used"
-        said = f"streamed from {read.train.name}, {used}"
+        said = f"streamed from {read.train.reader.name}, {used}"
     else:
         stages: list[tuple[int, PackedBatches]] = []
         for length, share in [*wanted.growth, [wanted.seq_len, 1.0]]:

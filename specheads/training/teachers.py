@@ -184,7 +184,7 @@ def _rows(batch: Batch) -> list[list[Encoded]]:
         ids, labels = (
             batch[key][row, start:stop].numpy().astype(np.int32) for key in ("input_ids", "labels")
         )
-        rows[row].append(Encoded(next(names), "", ids, labels))
+        rows[row].append(Encoded(next(names), ids, labels))
     return rows
 
 

@@ -21,7 +21,7 @@ from specheads.config import ConfigError, DataConfig
 from specheads.data.chat import Documents, NothingLearnedError, encode_records
 from specheads.data.load import load_records
 from specheads.data.readers import MAX_DEPTH, open_reader
-from specheads.data.schema import Dropped, RecordError
+from specheads.data.schema import Dropped, RecordError, Tally
 from specheads.data.stream import RecordStream, StreamedBatches
 from tests.conftest import build_byte_tokenizer
 
@@ -210,9 +210,7 @@ def encode(records: list[dict[str, Any]]) -> int:
     """Encode; whatever a record's other fields hold, it is used or counted."""
     dropped = Dropped()
     try:
-        found = encode_records(
-            records, Documents(TOKENIZER, seq_len=128), max_bad_fraction=1.0, dropped=dropped
-        )
+        found = encode_records(records, Documents(TOKENIZER, seq_len=128), Tally(1.0, dropped))
     except NothingLearnedError as error:
         assert str(error).isprintable()
         return 0
@@ -280,7 +278,7 @@ def check_stream(settings: DataConfig, rows: int) -> None:
         stream = RecordStream(settings, Dropped())
         documents = Documents(TOKENIZER, seq_len=128)
         batches = StreamedBatches(stream, documents, rows=1, seed=0, pad_token_id=256)
-        while not batches.epoch:
+        while not batches._place.epoch:
             next(batches)
     except ConfigError as error:
         assert str(error).isprintable()
@@ -378,9 +376,7 @@ def test_fields_of_odd_types_do_not_escape_the_template(
                for i, call in enumerate(odd)]  # fmt: skip
     records.append({"id": "fine", "kind": "c", "messages": turns})
     dropped = Dropped()
-    encoded = encode_records(
-        records, Documents(tokenizer, seq_len=64), max_bad_fraction=0.9, dropped=dropped
-    )
+    encoded = encode_records(records, Documents(tokenizer, seq_len=64), Tally(0.9, dropped))
     assert {row["where"] for row in dropped.rows.values()} == {f"record o{i}" for i in range(6)}
     assert [document.id for document in encoded.documents] == ["fine"]
     dropped.write(tmp_path / "quarantine.jsonl")

@@ -12,8 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from specheads.config import ConfigError
-from specheads.data.chat import Documents, Encoded, Encoder, encode_records, pad_token_id
-from specheads.data.schema import Dropped
+from specheads.data.chat import Documents, Encoded, Encoder, encode_records
+from specheads.data.schema import Dropped, Tally
 from specheads.losses.cross_entropy import IGNORE
 
 EOS = 258
@@ -92,7 +92,6 @@ def test_eos_is_learned_though_it_pads(make_byte_tokenizer: MakeTokenizer) -> No
     """Masking by token id loses every real eos where pad == eos, and the model never ends."""
     tokenizer = make_byte_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
-    assert pad_token_id(tokenizer) == EOS
     assert Encoder(tokenizer)(RECORD).labels.tolist().count(EOS) == 2
 
 
@@ -204,15 +203,11 @@ def test_long_records_are_counted_not_cut(byte_tokenizer: PreTrainedTokenizerFas
         {"id": "mute", "kind": "chat", "messages": TALK[:2]},
     ]
     dropped = Dropped()
-    encoded = encode_records(
-        records,
-        Documents(byte_tokenizer, seq_len=32, context=32),
-        max_bad_fraction=0.25,
-        dropped=dropped,
-    )
+    documents = Documents(byte_tokenizer, seq_len=32, context=32)
+    encoded = encode_records(records, documents, Tally(0.25, dropped))
     assert [row["row"]["id"] for row in dropped.rows.values()] == ["mute"]
     with pytest.raises(ConfigError, match="1 of 4 records cannot .* with nothing to learn, first"):
-        encode_records(records, Documents(byte_tokenizer, seq_len=32), max_bad_fraction=0.24)
+        encode_records(records, Documents(byte_tokenizer, seq_len=32), Tally(0.24, Dropped()))
     assert [d.id for d in encoded.documents] == ["fits", "text", "text+32", "text+64"]
     assert [len(d.input_ids) for d in encoded.documents] == [32, 32, 32, 7]
     assert encoded.documents[-1].input_ids[-1] == EOS

@@ -37,11 +37,11 @@ RECORD = {"id": "r", "kind": "chat", "messages": TALK}
 
 def test_answers_and_their_end_stand_in_brackets() -> None:
     """A preview that strips special tokens hides a mask that misses eos."""
-    shown = render_mask(Encoder(BYTES)(RECORD), BYTES, color=False)
+    shown = render_mask(Encoder(BYTES)(RECORD), BYTES)
     assert shown == (
         "<bos><|user|>q<|assistant|>⟦one\n\ntwo<eos>⟧<|user|>r<|assistant|>⟦three<eos>⟧"
     )
-    assert "([one" in render_mask(Encoder(BYTES)(RECORD), BYTES, color=False, brackets=("([", "])"))
+    assert "([one" in render_mask(Encoder(BYTES)(RECORD), BYTES, ("([", "])"))
 
 
 def _unpaint(text: str) -> tuple[str, str]:
@@ -64,13 +64,13 @@ def test_colours_mark_the_learned_tokens(text: str, flags: int) -> None:
     ids = [257, *BYTES(text, add_special_tokens=False).input_ids][:64]
     keep = [bool(flags >> i & 1) for i in range(len(ids))]
     labels = [i if flag else IGNORE for i, flag in zip(ids, keep, strict=True)]
-    encoded = Encoded("r", "k", np.asarray(ids, np.int32), np.asarray(labels, np.int32))
+    encoded = Encoded("r", np.asarray(ids, np.int32), np.asarray(labels, np.int32))
     parts = list(segments(encoded, BYTES))
     assert all(a[1:] != b[1:] for a, b in pairwise(parts))
-    uncoloured = render_mask(encoded, BYTES, color=False)
+    uncoloured = render_mask(encoded, BYTES)
     assert harmless(uncoloured) == uncoloured
     if text.isascii():
-        plain, marked = _unpaint(render_mask(encoded, BYTES, color=True))
+        plain, marked = _unpaint(render_mask(encoded, BYTES, None))
         assert plain == harmless(BYTES.decode(ids))
         slow = "".join(BYTES.decode([i]) for i, flag in zip(ids, keep, strict=True) if flag)
         assert marked == harmless(slow).replace("\n", "")
@@ -78,7 +78,7 @@ def test_colours_mark_the_learned_tokens(text: str, flags: int) -> None:
 
 def test_colour_ends_with_the_line() -> None:
     """Terminals paint the rest of a line whose end is still in colour."""
-    shown = render_mask(Encoder(BYTES)(RECORD), BYTES, color=True)
+    shown = render_mask(Encoder(BYTES)(RECORD), BYTES, None)
     assert all(line.count("\x1b[0m") * 2 == line.count("\x1b[") for line in shown.splitlines())
     assert not any(line.startswith("\x1b[0m") for line in shown.splitlines())
 
@@ -91,7 +91,7 @@ def test_the_space_before_an_answer_is_shown() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
     ids, labels = np.asarray([0, 1, 2], np.int32), np.asarray([IGNORE, 1, IGNORE], np.int32)
     assert tokenizer.decode([1]) == "b"
-    assert render_mask(Encoded("r", "k", ids, labels), tokenizer, color=False) == "a⟦ b⟧ c"
+    assert render_mask(Encoded("r", ids, labels), tokenizer) == "a⟦ b⟧ c"
 
 
 def test_every_kind_is_shown() -> None:

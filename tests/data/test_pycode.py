@@ -178,7 +178,7 @@ def test_the_cache_is_read_back(
     results = []
     for _ in range(2):
         pycode._load.cache_clear()
-        results.append((pycode.documents("train", []), pycode.pairs("train", packages=[])))
+        results.append((pycode.documents("train", []), pycode.pairs("train", KINDS, [])))
         said = capsys.readouterr().err
         assert ("making the built-in corpus" in said) == (len(results) == 1)
         for line in ("reading Python source: module 60 of 60", "making pairs: module 60 of 60"):

@@ -20,7 +20,7 @@ from specheads.config import ConfigError, DataConfig
 from specheads.data import pycode
 from specheads.data.chat import Documents, encode_records
 from specheads.data.load import load_records, read_jsonl, shares
-from specheads.data.schema import Dropped
+from specheads.data.schema import Dropped, Tally
 
 Make = Callable[[Path, Iterable[dict[str, Any]]], DataConfig]
 
@@ -446,11 +446,11 @@ def test_records_that_a_template_refuses(byte_tokenizer: PreTrainedTokenizerFast
     bad = {"id": "b", "kind": "chat", "messages": turns[1:]}
     dropped = Dropped()
     encoded = encode_records(
-        [*good, bad], Documents(byte_tokenizer, seq_len=32), max_bad_fraction=0.1, dropped=dropped
+        [*good, bad], Documents(byte_tokenizer, seq_len=32), Tally(0.1, dropped)
     )
     assert encoded.counts["refused"] == 1
     assert encoded.counts["documents"] == 9
     assert dropped.reasons == {"that the chat template refuses": 1}
     assert "1 dropped: cannot be encoded" in encoded.summary()
     with pytest.raises(ConfigError, match="1 of 10 records cannot be used.*user first"):
-        encode_records([*good, bad], Documents(byte_tokenizer, seq_len=32), max_bad_fraction=0.09)
+        encode_records([*good, bad], Documents(byte_tokenizer, seq_len=32), Tally(0.09, Dropped()))

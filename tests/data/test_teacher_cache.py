@@ -59,7 +59,7 @@ def _documents(count: int = 40, seed: int = 0) -> list[Encoded]:
     for i, drawn in enumerate(rng.lognormal(3.0, 0.7, count)):
         ids = rng.integers(0, 256, int(np.clip(drawn, 2, SEQ_LEN)), dtype=np.int32)
         labels = np.where(np.arange(len(ids)) < 2, np.int32(IGNORE), ids)
-        documents.append(Encoded(f"d{i}", "text", ids, labels))
+        documents.append(Encoded(f"d{i}", ids, labels))
     return documents
 
 
@@ -253,7 +253,7 @@ def some_documents(count: int = 20) -> list[Encoded]:
     for i in range(count):
         ids = rng.integers(0, VOCAB, int(rng.integers(2, ROW)), dtype=np.int32)
         labels = np.where(np.arange(len(ids)) < 2, np.int32(IGNORE), ids)
-        documents.append(Encoded(f"d{i}", "text", ids, labels))
+        documents.append(Encoded(f"d{i}", ids, labels))
     return documents
 
 
@@ -361,7 +361,7 @@ def test_rows_lie_as_the_tokens_do(base: PreTrainedModel, tmp_path: Path, kind: 
                     assert torch.equal(batch[name][b, segments == segment], stored)
                     assert torch.equal(batch[name], other[name])
                     assert not batch[name][b, segments == 0].any()
-    assert plain.epoch > 1.5
+    assert plain.state_dict()["rows_taken"] >= 2 * plain.rows_per_epoch
 
 
 def test_processes_share_the_work_of_one(
@@ -406,8 +406,6 @@ def test_interrupted_writing_goes_on_where_it_was(
     left = plan.missing()
     done = [plan.folder / shard.file for shard in plan.shards if shard not in left]
     assert done and left and "still to be written" in still_missing(plan)
-    with pytest.raises(ConfigError, match=f"{left[0].file} is missing"):
-        TeacherCache(plan)
     # what kill -9 leaves is written over
     (plan.folder / f".{left[0].file}.tmp").write_bytes(b"half")
     times = [path.stat().st_mtime_ns for path in done]

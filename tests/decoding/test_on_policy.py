@@ -28,7 +28,7 @@ SEQ_LEN, PAD = 24, 63
 def document(name: str, ids: Sequence[int], learned: Sequence[bool]) -> Encoded:
     """Return a document whose tokens are learned where ``learned`` says so."""
     array = np.array(ids, dtype=np.int32)
-    return Encoded(name, "test", array, np.where(np.array(learned), array, IGNORE).astype(np.int32))
+    return Encoded(name, array, np.where(np.array(learned), array, IGNORE).astype(np.int32))
 
 
 def some_documents(number: int = 12) -> list[Encoded]:

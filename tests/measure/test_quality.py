@@ -34,7 +34,7 @@ from specheads.verification.sampling import Sampler
 def document(ids: list[int], learned: list[int]) -> Encoded:
     """Return a document whose tokens at ``learned`` are answers."""
     labels = [token if i in learned else IGNORE for i, token in enumerate(ids)]
-    return Encoded("d", "k", np.asarray(ids, np.int32), np.asarray(labels, np.int32))
+    return Encoded("d", np.asarray(ids, np.int32), np.asarray(labels, np.int32))
 
 
 def nudged(model: LlamaForCausalLM, std: float) -> LlamaForCausalLM:

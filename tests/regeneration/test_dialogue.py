@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from specheads.config import ConfigError
 from specheads.data.chat import Encoder
 from specheads.data.schema import RecordError
+from specheads.decoding.conversation import text_of
 from specheads.losses.cross_entropy import IGNORE
 from specheads.regeneration.dialogue import (
     Answer,
@@ -20,7 +21,7 @@ from specheads.regeneration.dialogue import (
     check_answerable,
     dialogue,
     prompt_digest,
-    span_encoder,
+    tokens_of,
 )
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -166,7 +167,7 @@ def test_ids_are_those_of_the_template(make_byte_tokenizer: MakeTokenizer, templ
     learned = {t for start, stop in talk.spans for t in range(start, stop)}
     assert {t for t, label in enumerate(whole.labels) if label != IGNORE} == learned
     # the spans that are stored where a server gave texts only
-    tokens = span_encoder(tokenizer)(done)
+    tokens = tokens_of(done, encoder)
     assert tokens["answers"] == talk.spans and tokens["ids"] == whole.input_ids.tolist()
     stored = encoder(done | {"tokens": tokens})
     assert (stored.input_ids == whole.input_ids).all() and (stored.labels == whole.labels).all()
@@ -190,7 +191,7 @@ def test_ends_that_the_template_has_not(make_byte_tokenizer: MakeTokenizer) -> N
     say(turns, talk, ["one", "two"])
     text = "<|user|>user 0\n<|assistant|>one\n<|user|>user 2\n<|assistant|>two<eos>"
     assert turns.tokenizer.decode(talk.ids) == text
-    assert [turns.text(talk.ids[a:b]) for a, b in talk.spans] == ["one", "two"]
+    assert [text_of(turns.tokenizer, talk.ids[a:b]) for a, b in talk.spans] == ["one", "two"]
     # another end token than the one the template closes with
     turns = TurnEncoder(make_byte_tokenizer(chat_template=BREAKS), [258, 33])
     talk = dialogue(chat("user", "assistant", "user"))

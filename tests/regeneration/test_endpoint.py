@@ -145,9 +145,7 @@ def ask(
     """Answer all records and return everything that became of them."""
     sampling = Sampling(0.5, 0, 0.9, seed=3, max_new_tokens=11)
     client, total = client_of(server, **settings), Outcome()
-    for outcome in ask_server(
-        client, "m", sampling, records, {"model": "m"}, concurrency=concurrency
-    ):
+    for outcome in ask_server(client, "m", sampling, records, {"model": "m"}, concurrency):
         total.answered += outcome.answered
         total.quarantined += outcome.quarantined
         total.num_tokens += outcome.num_tokens
@@ -370,7 +368,7 @@ def test_a_server_that_never_answers_ends_the_run(serve: Callable[[Script], Serv
     server = serve(lambda n, path, body: fails(500))
     client, records, outcomes = client_of(server, retries=1), chats(*map(str, range(500))), []
     with pytest.raises(RunError, match=r"never answered: HTTP 500 .*error 500"):
-        outcomes += list(ask_server(client, "m", Sampling(), records, {}, concurrency=3))
+        outcomes += list(ask_server(client, "m", Sampling(), records, {}, 3))
     assert len(server.seen) < 100 and not any(o.quarantined for o in outcomes)
     server.close()
     with pytest.raises(RunError, match="never answered: .*refused"):
@@ -384,7 +382,7 @@ def test_a_server_that_dies_ends_the_run(serve: Callable[[Script], Server]) -> N
     server = serve(lambda n, path, body: ok(body) if n < 10 else fails(502))
     total, records, client = Outcome(), chats(*map(str, range(500))), client_of(server, retries=0)
     with pytest.raises(RunError, match="stopped answering: HTTP 502"):
-        for outcome in ask_server(client, "m", Sampling(), records, {}, concurrency=2):
+        for outcome in ask_server(client, "m", Sampling(), records, {}, 2):
             total.answered += outcome.answered
             total.quarantined += outcome.quarantined
     assert len(total.answered) == 10 and len(server.seen) < 100
@@ -414,9 +412,9 @@ def test_the_key_is_sent_and_nowhere_else(
     assert "sk-secret" not in str(caught.value) and "no *** here" in str(caught.value)
     for url in ("localhost:8000", "ftp://x/v1", "http://"):
         with pytest.raises(ConfigError, match="endpoint must be like http"):
-            Client(url)
+            Client(url, timeout=5, retries=0)
     with pytest.raises(ConfigError, match="must not hold a password") as refused:
-        Client("http://me:hidden@host/v1")
+        Client("http://me:hidden@host/v1", timeout=5, retries=0)
     assert "hidden" not in str(refused.value)
 
 
@@ -437,7 +435,7 @@ def test_stopping_does_not_wait(serve: Callable[[Script], Server]) -> None:
     """Ctrl-C during a pause of a minute, or a slow answer, must not hang."""
     server = serve(lambda n, path, body: ok(body) if n == 0 else None)
     client, start = client_of(server, timeout=600), time.monotonic()
-    outcomes = ask_server(client, "m", Sampling(), chats("a", "b", "c"), {}, concurrency=2)
+    outcomes = ask_server(client, "m", Sampling(), chats("a", "b", "c"), {}, 2)
     assert len(next(outcomes).answered) == 1
     outcomes.close()  # type: ignore[attr-defined]
     assert client.stopped.is_set() and time.monotonic() - start < 300

@@ -36,7 +36,7 @@ def documents(lengths: Sequence[int], seed: int = 0) -> list[Encoded]:
     for i, length in enumerate(lengths):
         ids = rng.integers(0, VOCAB, length, dtype=np.int32)
         labels = np.where(np.arange(length) < 2, np.int32(IGNORE), ids)
-        found.append(Encoded(f"d{i}", "text", ids, labels))
+        found.append(Encoded(f"d{i}", ids, labels))
     return found
 
 
