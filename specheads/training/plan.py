@@ -26,6 +26,7 @@ from specheads.config import TrainConfig
 from specheads.data.pack import GrowingBatches, PackedBatches
 from specheads.data.teacher_cache import readable
 from specheads.losses.fused import rows_at_once
+from specheads.models.forward import undisturbed
 from specheads.system import dist
 from specheads.system.hardware import peak_memory
 from specheads.training.checkpoints import same_random_state
@@ -389,12 +390,12 @@ def num_heads_of(stage: Stage) -> int:
 def _time_micro_batches(stage: Stage, cfg: TrainConfig) -> tuple[list[float], float | None]:
     """Return seconds of some micro-batches, and by how many bytes the first one raised memory."""
     objective, batches = stage.objective, stage.batches
-    before, modes = batches.state_dict(), [(part, part.training) for part in objective.modules()]
+    before = batches.state_dict()
     device = next(objective.parameters()).device
     seconds: list[float] = []
     extra: float | None = None
-    objective.train()
-    with same_random_state():
+    with same_random_state(), undisturbed(objective):
+        objective.train()
         engine = TorchEngine(objective, [dict(group) for group in stage.groups], cfg)
         for number in range(TIMED + 1):
             (batch,), _ = gather(batches, 1, num_heads_of(stage), device)
@@ -410,8 +411,6 @@ def _time_micro_batches(stage: Stage, cfg: TrainConfig) -> tuple[list[float], fl
                 extra = float(peak_memory(device) - start_bytes)
             engine.close()  # frees the gradients
             del loss
-    for part, mode in modes:
-        part.training = mode
     batches.load_state_dict(before)
     return seconds, extra
 
