@@ -47,7 +47,7 @@ from specheads.regeneration.engine import load_engine, weights_of, who_answers
 from specheads.regeneration.questions import Questioner
 from specheads.runs.directory import is_used, lock, unlock
 from specheads.system import hardware
-from specheads.system.files import whole_file
+from specheads.system.files import write_whole
 from specheads.system.terminal import progress_bar
 from specheads.training.engine import param_groups
 from specheads.training.loop import Stage
@@ -139,8 +139,7 @@ class Progress:
 
     def write(self) -> None:
         """Write the file whole."""
-        with whole_file(self.path) as fresh:
-            fresh.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+        write_whole(self.path, json.dumps(self.found, indent=1) + "\n")
 
 
 def auto(config: AutoConfig, say: Say) -> dict[str, Any]:
@@ -407,8 +406,7 @@ class _Stages:
             result, _ = bench.benchmark(
                 base, methods, prompts, plan, settings=settings, headline=quoted, bar=bar
             )
-        with whole_file(self.folder / "bench.json") as fresh:
-            fresh.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_whole(self.folder / "bench.json", json.dumps(result, indent=1) + "\n")
         print(bench_text(result))
         card.measured(run / "export", result)
 

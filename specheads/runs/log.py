@@ -24,7 +24,7 @@ from specheads.config import InterruptedRunError, RunError, TrainConfig
 from specheads.runs import directory
 from specheads.runs.wandb import WandbLog
 from specheads.system import dist
-from specheads.system.files import whole_file
+from specheads.system.files import write_whole
 from specheads.system.redact import redact
 
 # What a metric's name is like, and how the console shows it; all metrics are in metrics.jsonl.
@@ -233,8 +233,7 @@ class RunLog:
         lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in found.samples]
         for name, text in (("samples.jsonl", "".join(lines)), ("tree.svg", found.tree_svg)):
             if text:
-                with whole_file(self.dir / name) as file:
-                    file.write_text(text, encoding="utf-8")
+                write_whole(self.dir / name, text)
         self._wandb.charts(step, self._metrics.path)
         self._wandb.outcome(step, found.samples, found.tree_svg)
 

@@ -20,7 +20,7 @@ from specheads.models import manifest
 from specheads.runs.log import RunLog
 from specheads.system import dist
 from specheads.system.errors import refuse
-from specheads.system.files import aside, whole_file, whole_folder
+from specheads.system.files import aside, whole_folder, write_whole
 from specheads.training.checkpoints import Progress, checkpoints_of, load_progress
 
 KEY = "eval/accept_length"
@@ -163,8 +163,7 @@ def finish(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
-    with whole_file(place) as fresh:
-        fresh.write_text((folder / _FIGURES).read_text())
+    write_whole(place, (folder / _FIGURES).read_text())
     prune(run.dir, progress)
     if progress.best_step < progress.step:
         run.say(

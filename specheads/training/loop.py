@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from specheads.config import ConfigError, InterruptedRunError, RunError, TrainConfig
 from specheads.losses.cross_entropy import count_valid
+from specheads.runs.directory import keep_rows, read_rows
 from specheads.runs.log import RunLog
 from specheads.system import dist
-from specheads.system.files import whole_file
 from specheads.system.hardware import peak_memory
 from specheads.system.signals import StopAsked, StopSignal, saving_first
 from specheads.training import best, checkpoints
@@ -387,12 +387,8 @@ def begin(run_dir: Path, step: int) -> int:
     """
     path, count = run_dir / _FILE, 0
     if dist.is_main() and path.exists():
-        rows = path.read_text().splitlines(keepends=True)
-        # a killed run may leave half a line
-        kept = [r for r in rows if r.endswith("}\n") and json.loads(r)["step"] <= step]
-        if kept != rows:
-            with whole_file(path) as fresh:
-                fresh.write_text("".join(kept))
+        kept = [row for row in read_rows(path) if row["step"] <= step]
+        keep_rows(path, kept)
         count = len(kept)
     return int(dist.sum_over_ranks(torch.tensor([float(count)])))
 
