@@ -86,6 +86,15 @@ class SoftLoss:
         check(self.eta > 0, "eta", self.eta, "positive")
         check(0 < self.jsd_beta < 1, "jsd_beta", self.jsd_beta, "between 0 and 1")
 
+    @property
+    def needs_log_sum(self) -> bool:
+        """Whether, with a token map, the distance depends on what the other tokens weigh.
+
+        Not where the teacher is renormalised over the kept ones. With ``top_k`` all logits are made
+        in any case, to find the best.
+        """
+        return self.kind in ("tv", "lk_alpha", "lk_lambda") and not self.top_k
+
 
 @dataclass(frozen=True)
 class Teacher:
@@ -209,15 +218,6 @@ def linear_soft_loss(
     )
 
 
-def needs_log_sum(loss: SoftLoss) -> bool:
-    """Return whether, with a token map, the distance depends on what the other tokens weigh.
-
-    Not where the teacher is renormalised over the kept ones. With ``top_k`` all logits are made in
-    any case, to find the best.
-    """
-    return loss.kind in ("tv", "lk_alpha", "lk_lambda") and not loss.top_k
-
-
 @torch.no_grad()
 def log_sums(hidden: Tensor, output: Output, temperature: float) -> Tensor:
     """Return log sum exp(logit / temperature) over all tokens, [N], of hidden states [N, d]."""
@@ -227,7 +227,7 @@ def log_sums(hidden: Tensor, output: Output, temperature: float) -> Tensor:
 
 def _kept_alone(teacher: Teacher, loss: SoftLoss) -> bool:
     """Return whether the teacher's logits of the kept tokens are enough."""
-    known = teacher.log_sum is not None or not needs_log_sum(loss)
+    known = teacher.log_sum is not None or not loss.needs_log_sum
     return teacher.token_map is not None and known and not loss.top_k
 
 
@@ -235,7 +235,7 @@ def _kept_alone(teacher: Teacher, loss: SoftLoss) -> bool:
 def _against_made(teacher: Teacher, loss: SoftLoss, chunk_size: int) -> Measure:
     """Compare with logits that are made chunk by chunk, all in one block of ``chunk_size`` rows."""
     kept, output, alone = teacher.token_map, teacher.output, _kept_alone(teacher, loss)
-    log_sum = teacher.log_sum if needs_log_sum(loss) else None
+    log_sum = teacher.log_sum if loss.needs_log_sum else None
     some = 0 < loss.top_k < len(output.weight)
     if kept is not None and alone:
         bias = None if output.bias is None else output.bias[kept]

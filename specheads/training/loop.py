@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class Stage:
         last_step: end of the stage; 0 is the end of the run.
     """
 
-    objective: nn.Module
+    objective: Objective
     batches: Batches
     groups: Groups
     name: str = "train"
@@ -83,7 +83,7 @@ class Stage:
     last_step: int = 0
 
 
-def open_engine(objective: nn.Module, groups: Groups, cfg: TrainConfig) -> Engine:
+def open_engine(objective: Objective, groups: Groups, cfg: TrainConfig) -> Engine:
     """Return the engine that the settings ask for.
 
     Raises:
@@ -186,7 +186,7 @@ class _Training:
             RunError: if a loss or gradient is not finite, and no more of them may be left out.
         """
         step, stage, optim = self.progress.step, self.stage, self.cfg.optim
-        trained, first = cast(Objective, stage.objective), stage.first_step
+        trained, first = stage.objective, stage.first_step
         before = stage.batches.state_dict(), *checkpoints.random_state()
         trained.lambda_scale = lambda_scale(step, first, self.last_step, self.cfg.loss)
         micro, tokens = gather(stage.batches, optim.accumulation, trained.num_heads, device)
