@@ -19,14 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from specheads.config import (
-    AutoConfig,
-    ConfigError,
-    DecodeConfig,
-    RegenerateConfig,
-    RunError,
-    TrainConfig,
-)
+from specheads.config import AutoConfig, DecodeConfig, RegenerateConfig, TrainConfig
 from specheads.config.compose import composed, load_recipe
 from specheads.config.main import tidy_arguments
 from specheads.data.load import read_jsonl
@@ -47,6 +40,7 @@ from specheads.regeneration.engine import load_engine, weights_of, who_answers
 from specheads.regeneration.questions import Questioner
 from specheads.runs.directory import is_used, lock, unlock
 from specheads.system import hardware
+from specheads.system.errors import ConfigError, RunError
 from specheads.system.files import write_whole
 from specheads.system.terminal import progress_bar
 from specheads.training.engine import param_groups
@@ -192,6 +186,9 @@ class _Stages:
     def __init__(self, config: AutoConfig, folder: Path, progress: Progress) -> None:
         self.config, self.folder, self.progress = config, folder, progress
         self.plan, self.say = progress.plan, progress.say
+        # the user's server, if there is one, answers in the base's place
+        endpoint, model = config.endpoint, config.endpoint_model
+        self.server: dict[str, Any] = {"endpoint": endpoint, "endpoint_model": model}
         self.device, self.dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
 
     def examine(self) -> None:
@@ -258,7 +255,7 @@ class _Stages:
         if self.plan["questions"]:
             self._write_own(self.plan["questions"])
 
-    def _answering(self) -> RegenerateConfig:
+    def _answering(self, **changes: Any) -> RegenerateConfig:
         config = self.config
         return RegenerateConfig(
             model=config.model,
@@ -271,6 +268,7 @@ class _Stages:
             threads=config.threads,
             seed=config.seed,
             trust_remote_code=config.trust_remote_code,
+            **changes,
         )
 
     def _write_given(self) -> list[str]:
@@ -279,19 +277,14 @@ class _Stages:
         for key, name in (("prompts", "own.jsonl"), ("data", "data.jsonl")):
             if given := getattr(config, key):
                 files.append(name)
-                chosen: dict[str, Any] = {key: given, "output": str(self.folder / name)}
-                regenerate(replace(self._served(self._answering()), **chosen), self.say)
+                chosen = {key: given, "output": str(self.folder / name), **self.server}
+                regenerate(self._answering(**chosen), self.say)
         return files
-
-    def _served(self, own: RegenerateConfig) -> RegenerateConfig:
-        """Return the settings with the user's server, if there is one, in the base's place."""
-        config = self.config
-        return replace(own, endpoint=config.endpoint, endpoint_model=config.endpoint_model)
 
     def _write_own(self, limit: int) -> None:
         """Let the base write ``limit`` questions, and answer them: it, or the server."""
         config, output = self.config, str(self.folder / "answers.jsonl")
-        own = replace(self._answering(), prompts="self", limit=limit, output=output)
+        own = self._answering(prompts="self", limit=limit, output=output)
         if not config.endpoint:
             regenerate(own, self.say)
             return
@@ -300,7 +293,7 @@ class _Stages:
             load_engine(own, whose), own.questions, config.seed, weights_of(own, whose)
         )
         self.say(writer.write(questions, limit)[1])
-        regenerate(self._served(replace(own, prompts=str(questions))), self.say)
+        regenerate(replace(own, prompts=str(questions), **self.server), self.say)
 
     def _training(self) -> TrainConfig:
         """Return the settings of the training; its numbers are by rule, but for the steps."""
