@@ -123,17 +123,13 @@ class Progress:
         what()
         gc.collect()  # the models of a stage, which hold each other
         self.ended[name] = round(time.monotonic() - begun, 1)
-        self.write()
+        write_whole(self.path, json.dumps(self.found, indent=1) + "\n")
 
     def doing(self, what: str, share: float = 0.0) -> None:
         """Say what takes a while now, and every ten seconds how much of it is done."""
         if not share or time.monotonic() - self._said > 10:
             self.say(f"{what}, {share:.0%}" if share else what)
             self._said = time.monotonic()
-
-    def write(self) -> None:
-        """Write the file whole."""
-        write_whole(self.path, json.dumps(self.found, indent=1) + "\n")
 
 
 def auto(config: AutoConfig, say: Say) -> dict[str, Any]:
