@@ -31,7 +31,7 @@ from specheads.measure.clock import make_batches, prompts_of, take_turn
 from specheads.measure.diagnose import examine
 from specheads.measure.evaluate import write_prompts
 from specheads.measure.render import bench_text, interval
-from specheads.models.base import context_length, load_base_model, load_tokenizer
+from specheads.models.base import Loading, context_length, load_base_model, load_tokenizer
 from specheads.models.output import num_layers
 from specheads.models.support import tree_support
 from specheads.pipeline import run_recipe
@@ -62,6 +62,8 @@ TEMPERATURE = 0.7  # of the answers: more varied than greedy ones, closer to wha
 ANSWER_TOKENS = 128  # of one answer at most; those that reach it are learned without their end
 NUM_PROMPTS, NEW_TOKENS = 12, 48  # that the tree is chosen on; the figures are of others
 TEMPERATURES = (0.0, 0.7, 1.0)
+# settings that answers and questions have from auto's own
+SHARED = ("model", "batch_size", "dtype", "device", "threads", "seed", "trust_remote_code")
 
 
 def best_recipe(base: PreTrainedModel) -> str:
@@ -185,15 +187,15 @@ class _Stages:
         # the user's server, if there is one, answers in the base's place
         endpoint, model = config.endpoint, config.endpoint_model
         self.server: dict[str, Any] = {"endpoint": endpoint, "endpoint_model": model}
-        self.device, self.dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
+        device, self.dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
+        self.loading: Loading = {"device": device, "dtype": self.dtype}
+        self.loading["trust_remote_code"] = config.trust_remote_code
 
     def examine(self) -> None:
         """Find out what the base can be decoded with, and which recipe serves it."""
-        name, trust = self.config.model, self.config.trust_remote_code
-        tokenizer = load_tokenizer(name, trust_remote_code=trust)
-        base = load_base_model(
-            name, attn="auto", dtype=self.dtype, device=self.device, trust_remote_code=trust
-        )
+        name = self.config.model
+        tokenizer = load_tokenizer(name, trust_remote_code=self.config.trust_remote_code)
+        base = load_base_model(name, attn="auto", **self.loading)
         for finding in examine(base, tokenizer):
             self.say(f"{finding.name}: {finding.text}")
             if not finding.ok:
@@ -252,20 +254,9 @@ class _Stages:
             self._write_own(self.plan["questions"])
 
     def _answering(self, **changes: Any) -> RegenerateConfig:
-        config = self.config
-        return RegenerateConfig(
-            model=config.model,
-            batch_size=config.batch_size,
-            max_new_tokens=ANSWER_TOKENS,
-            keep_truncated=True,
-            temperature=TEMPERATURE,
-            dtype=config.dtype,
-            device=config.device,
-            threads=config.threads,
-            seed=config.seed,
-            trust_remote_code=config.trust_remote_code,
-            **changes,
-        )
+        shared: dict[str, Any] = {key: getattr(self.config, key) for key in SHARED}
+        shared |= {"max_new_tokens": ANSWER_TOKENS, "temperature": TEMPERATURE}
+        return RegenerateConfig(**shared, keep_truncated=True, **changes)
 
     def _write_given(self) -> list[str]:
         """Answer what the user gave; return the names of the files."""
@@ -356,10 +347,7 @@ class _Stages:
     def measure(self) -> None:
         """Decode held-out questions beside plain decoding in what is left of the time for it."""
         run = self.folder / "training"
-        trust = self.config.trust_remote_code
-        subject = load_subject(
-            str(run / "export"), dtype=self.dtype, device=self.device, trust_remote_code=trust
-        )
+        subject = load_subject(str(run / "export"), **self.loading)
         assert subject.export is not None
         contest = bench.Contest.of(subject, NEW_TOKENS)
         quoted = bench.quoted_method(subject.export, DecodeConfig(), [])
