@@ -484,13 +484,13 @@ class DraftObjective(Objective):
             from the base's distribution, ``forward_kl`` or a kind of
             :class:`specheads.losses.distill.SoftLoss`; ``jsd_beta``. The defaults if None.
         loss: ``temperature``, ``top_k`` and ``lk_eta`` of the distance; how losses are computed.
-        vocab_size: tokens to compare; None: all, of two models with equally many.
+        vocab_size: tokens to compare, that both models have; None: all, of two models with equally
+            many.
         output: the draft's output layer; None finds it.
         base_output: the base's; None finds it.
 
     Raises:
-        ValueError: if the output matrices have unequal sizes and no ``vocab_size`` is given, or one
-            of them has fewer tokens; for a loss that is infinite with its top_k.
+        ValueError: for a loss that is infinite with its top_k.
     """
 
     def __init__(
@@ -509,14 +509,7 @@ class DraftObjective(Objective):
         self.draft, self.base, self.kind = draft, base, wanted.loss
         self.output = output or output_layer(draft)
         self.base_output = base_output or (None if base is None else output_layer(base))
-        ours, theirs = self.output, self.base_output or self.output
-        num_draft, num_base = ours.weight.shape[0], theirs.weight.shape[0]
-        sizes = f"the base model has {num_base} outputs, the draft model {num_draft}"
-        if vocab_size is None and num_base != num_draft:
-            raise ValueError(f"{sizes}: vocab_size is missing")
-        self.vocab_size = num_draft if vocab_size is None else vocab_size
-        if not 0 < self.vocab_size <= min(num_base, num_draft):
-            raise ValueError(f"vocab_size is {vocab_size}, {sizes}")
+        self.vocab_size = vocab_size or len(self.output.weight)
         self.soft_loss = SoftLoss("tv", compare=True)  # for labels: a teacher is compared with only
         if wanted.loss != LABELS:
             kind = "soft" if wanted.loss == "forward_kl" else wanted.loss
