@@ -215,29 +215,25 @@ class _Stages:
         known = before.read_bytes().count(b"\n") if before.exists() else 0
         try:
             self._write_own(known + FIRST)
-            files.append("answers.jsonl")
         except RunError as error:
             if not files:
                 raise
             self.say(f"going on with the given prompts alone: {error}")
-        self.plan["files"] = files
+            self.plan |= {"files": files, "questions": 0}
+            return
+        self.plan["files"] = [*files, "answers.jsonl"]
         number, seconds = FIRST, time.monotonic() - start
         left = self.progress.left - (start - begun) / 60
         text = 60 * TEXT * (left - MEASURING * config.minutes)
         # few questions fill no batch and end with its longest: as many again, by half the time
-        if (
-            "answers.jsonl" in files
-            and (more := int((text - seconds) * FIRST / seconds / 2)) >= FIRST
-        ):
+        if (more := int((text - seconds) * FIRST / seconds / 2)) >= FIRST:
             start = time.monotonic()
             self._write_own(known + FIRST + more)
             number, text, seconds = more, text - seconds, time.monotonic() - start
             known += FIRST
         text = max(0.0, text - seconds)
         self.plan["questions"] = known + number + int(text * number / seconds)
-        if "answers.jsonl" not in files:
-            self.plan["questions"] = 0
-        elif len(files) == 1 and self.plan["questions"] < LEAST:
+        if not files and self.plan["questions"] < LEAST:
             needed = LEAST * seconds / number / 60 / TEXT
             least = (needed + config.minutes - left) / (1 - MEASURING)
             raise RunError(
@@ -245,8 +241,7 @@ class _Stages:
                 f" {number} questions and answers took {seconds:.0f} seconds; expected at least"
                 f" minutes={least:.0f}"
             )
-        else:
-            self.say(f"{self.plan['questions']:,} questions and answers, {text / 60:.0f} minutes")
+        self.say(f"{self.plan['questions']:,} questions and answers, {text / 60:.0f} minutes")
 
     def write(self) -> None:
         """Write the rest of the base's questions, and answer them."""
