@@ -191,17 +191,13 @@ class _Training:
         trained.lambda_scale = lambda_scale(step, first, self.last_step, self.cfg.loss)
         micro, tokens = gather(stage.batches, optim.accumulation, trained.num_heads, device)
         metrics, bad, bad_anywhere, stopping = run_micro_batches(self.engine, micro, asked_to_stop)
-        fault = ""
         if bad_anywhere:
             self.engine.drop()
-            fault = "loss"
         else:
-            norm = metrics["grad_norm"] = self.engine.step(self.factor(step))
-            if not math.isfinite(norm):
-                metrics = {}  # such a step has no place in the means
-                fault = "" if self.engine.overflowed else "gradient"
-        if fault:
-            chosen = bad if fault == "loss" else range(len(micro))
+            metrics["grad_norm"] = self.engine.step(self.factor(step))
+        taken = not bad_anywhere and math.isfinite(metrics["grad_norm"])
+        if bad_anywhere or not (taken or self.engine.overflowed):
+            fault, chosen = ("loss", bad) if bad_anywhere else ("gradient", range(len(micro)))
             where = report(self.run.dir, step + 1, fault, micro, chosen)
             if self.progress.skipped >= optim.skip_nonfinite:
                 self.give_up(f"the {fault} of step {step + 1} is not finite", where, before)
@@ -210,13 +206,13 @@ class _Training:
                 f"step {step + 1} left out, as its {fault} is not finite: {where} "
                 f"({self.progress.skipped} of optim.skip_nonfinite={optim.skip_nonfinite})"
             )
-            metrics = {}
         self.progress.step += 1
         self.tokens += tokens
         self.steps += 1
-        for key, value in metrics.items():
-            self.progress.window[key] = self.progress.window.get(key, 0.0) + value
-        self.progress.window_steps += bool(metrics)
+        if taken:  # any other step has no place in the means
+            for key, value in metrics.items():
+                self.progress.window[key] = self.progress.window.get(key, 0.0) + value
+            self.progress.window_steps += 1
         self.run.advance()
         return stopping
 
