@@ -188,14 +188,14 @@ class _Stages:
         endpoint, model = config.endpoint, config.endpoint_model
         self.server: dict[str, Any] = {"endpoint": endpoint, "endpoint_model": model}
         device, self.dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
-        self.loading: Loading = {"device": device, "dtype": self.dtype}
+        self.loading: Loading = {"device": device, "dtype": self.dtype, "attn": "auto"}
         self.loading["trust_remote_code"] = config.trust_remote_code
 
     def examine(self) -> None:
         """Find out what the base can be decoded with, and which recipe serves it."""
         name = self.config.model
         tokenizer = load_tokenizer(name, trust_remote_code=self.config.trust_remote_code)
-        base = load_base_model(name, attn="auto", **self.loading)
+        base = load_base_model(name, **self.loading)
         for finding in examine(base, tokenizer):
             self.say(f"{finding.name}: {finding.text}")
             if not finding.ok:
