@@ -14,7 +14,6 @@ from torch import Tensor
 from specheads.losses.fused import (
     IGNORE,
     Output,
-    check_rows,
     compute_dtype,
     cross_entropy_rows,
     fused_loss,
@@ -97,7 +96,6 @@ def linear_cross_entropy(
     Raises:
         ValueError: for shapes that do not fit, or an implementation that cannot serve.
     """
-    check_rows(hidden, output, labels, row_weight, chunk_size)
     check_implementation(implementation, output.softcap)
     row_weight = row_weight.detach()
     if implementation == "naive":

@@ -18,15 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specheads.losses.fused import (
-    Logits,
-    Output,
-    check_rows,
-    chunks_of_logits,
-    fused_loss,
-    rank_of,
-    rows_at_once,
-)
+from specheads.losses.fused import Logits, Output, fused_loss, rank_of, rows_at_once
 from specheads.system.errors import check, one_of, refuse
 
 KINDS = ("soft", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda")
@@ -105,7 +97,7 @@ class Teacher:
     hidden: Tensor  # [N, dt], row by row beside the student's
     output: Output  # weight [V, dt]
     token_map: Tensor | None = None  # [V'] token id of each of the student's outputs, all different
-    # [N] of :func:`log_sums` at the loss's temperature, made once for students that share rows.
+    # [N] of ``fused.log_sums`` at the loss's temperature, made once for students that share rows.
     # With a token map the logits of other tokens are then not asked for again.
     log_sum: Tensor | None = None
 
@@ -171,7 +163,6 @@ def linear_soft_loss(
             distribution asked for.
     """
     check_teacher(teacher, hidden, output.weight, loss)
-    check_rows(hidden, output, labels, row_weight, chunk_size)
     kept = output_of = None
     if isinstance(teacher, StoredTeacher):
         chunk_size = chunk_size or rows_at_once(output.weight)
@@ -210,13 +201,6 @@ def linear_soft_loss(
         chunk_size=chunk_size,
         num_columns=4 if loss.compare else 2,
     )
-
-
-@torch.no_grad()
-def log_sums(hidden: Tensor, output: Output, temperature: float) -> Tensor:
-    """Return log sum exp(logit / temperature) over all tokens, [N], of hidden states [N, d]."""
-    chunks = chunks_of_logits(hidden, output)
-    return torch.cat([z.div_(temperature).logsumexp(1) for z in chunks])
 
 
 def _kept_alone(teacher: Teacher, loss: SoftLoss) -> bool:

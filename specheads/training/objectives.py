@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from specheads.config.training import DraftConfig, LossConfig
 from specheads.losses.cross_entropy import count_valid, linear_cross_entropy, shift_labels
-from specheads.losses.distill import SoftLoss, StoredTeacher, Teacher, linear_soft_loss, log_sums
-from specheads.losses.fused import IGNORE, Output, likelihoods
+from specheads.losses.distill import SoftLoss, StoredTeacher, Teacher, linear_soft_loss
+from specheads.losses.fused import IGNORE, Output, likelihoods, log_sums
 from specheads.models.adapters import original, require_grad
 from specheads.models.kinds import Heads
 from specheads.models.output import (
