@@ -39,7 +39,7 @@ from specheads.system import dist, hardware, heartbeat
 from specheads.system.errors import refuse
 from specheads.system.files import aside, writing
 from specheads.training.checkpoints import read_state
-from specheads.training.engine import Groups, Objective, Spread, learning_rates, make_optimizers
+from specheads.training.engine import Groups, Objective, Spread, make_optimizers
 
 
 @contextlib.contextmanager
@@ -214,7 +214,6 @@ class DeepSpeedEngine:
                 **precision,
             },
         )[0]
-        self.groups = groups
         self.run_dir = Path(cfg.run_dir)
         self.overflowed = False
         scaler: Any = getattr(self.engine.optimizer, "loss_scaler", None)
@@ -254,9 +253,8 @@ class DeepSpeedEngine:
         Raises:
             RunError: if DeepSpeed took a step of which it gives no norm, or none that is finite.
         """
-        rates = learning_rates(self.groups, factor)
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = rates[group["name"]]
+            group["lr"] = group["initial_lr"] * factor
         self.overflowed = False
         if self._plain:
             # stage 0 has summed the gradients over all ranks already

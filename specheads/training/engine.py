@@ -25,11 +25,6 @@ from specheads.models.quantize import need_bitsandbytes
 Groups = list[dict[str, Any]]
 
 
-def on_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch with its tensors on ``device``."""
-    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-
-
 class Objective(nn.Module):
     """What the loop trains (``training/objectives.py``): its forward is loss and additive metrics.
 
@@ -199,11 +194,6 @@ def make_optimizers(
     if muon:
         made.append(torch.optim.Muon(muon, weight_decay=optim.weight_decay))
     return made
-
-
-def learning_rates(groups: Groups, factor: float) -> dict[str, float]:
-    """Return the learning rate of every group, for the log."""
-    return {group["name"]: group["initial_lr"] * factor for group in groups}
 
 
 class TorchEngine:

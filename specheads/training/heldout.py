@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
+from specheads.data.pack import Batch, on_device
 from specheads.losses.cross_entropy import IGNORE, count_valid, linear_cross_entropy, shift_labels
 from specheads.losses.distill import SoftLoss, Teacher, linear_soft_loss
 from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, packed_hidden
-from specheads.training.engine import Batch, on_device
 from specheads.training.objectives import DraftObjective, HeadsObjective
 
 

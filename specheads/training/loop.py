@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from specheads.config import ConfigError, InterruptedRunError, RunError, TrainConfig
+from specheads.data.pack import Batch, on_device
 from specheads.losses.cross_entropy import count_valid
 from specheads.runs.directory import keep_rows, read_rows
 from specheads.runs.log import RunLog
@@ -34,16 +35,7 @@ from specheads.system.hardware import peak_memory
 from specheads.system.signals import StopAsked, StopSignal, saving_first
 from specheads.training import best, checkpoints
 from specheads.training.deepspeed_engine import DeepSpeedEngine
-from specheads.training.engine import (
-    Batch,
-    Groups,
-    Objective,
-    TorchEngine,
-    lambda_scale,
-    learning_rates,
-    lr_factor,
-    on_device,
-)
+from specheads.training.engine import Groups, Objective, TorchEngine, lambda_scale, lr_factor
 
 Evaluate = Callable[[int], Mapping[str, float]]
 Engine = TorchEngine | DeepSpeedEngine
@@ -261,8 +253,8 @@ class _Training:
             row["train/tokens_per_second"] = self.tokens / (now - self.since)
             left = (now - self.since) / self.steps * (self.cfg.steps - step)
         self.tokens, self.steps, self.since = 0.0, 0, now
-        rates = learning_rates(self.stage.groups, self.factor(step - 1))
-        row |= {f"train/lr/{name}": rate for name, rate in rates.items()}
+        factor = self.factor(step - 1)
+        row |= {f"train/lr/{g['name']}": g["initial_lr"] * factor for g in self.stage.groups}
         peak = peak_memory(device) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on a Mac
         row["train/peak_memory"] = float(peak)
         if self.progress.skipped:
