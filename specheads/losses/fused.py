@@ -140,21 +140,6 @@ def log_sums(hidden: Tensor, output: Output, temperature: float) -> Tensor:
     return torch.cat([z.div_(temperature).logsumexp(1) for z in chunks])
 
 
-def cross_entropy_rows(
-    rows: Tensor, z: Tensor, label: Tensor, factor: Tensor, slope: bool
-) -> tuple[Tensor, Tensor]:
-    """Return cross entropies [n, 1], and whether the label is among the first and first five."""
-    target = z.gather(1, label)
-    top, best = z.max(1, keepdim=True)
-    hits = torch.cat([best == label, rank_of(z, target) < 5], 1).float()
-    mass = z.sub_(top).exp_().sum(1, keepdim=True)  # z is exp(logit - max) now
-    ce = mass.log() + (top - target)
-    if slope:
-        z.mul_(factor / mass)
-        z.scatter_(1, label, z.gather(1, label) - factor)
-    return ce, hits
-
-
 def fused_loss(
     hidden: Tensor,
     output: Output,
