@@ -279,28 +279,18 @@ class _Stages:
 
     def _training(self) -> TrainConfig:
         """Return the settings of the training; its numbers are by rule, but for the steps."""
-        config = self.config
+        config, dtype = self.config, str(self.dtype).removeprefix("torch.")
         parts = [{"source": "jsonl", "path": str(self.folder / n)} for n in self.plan["files"]]
         words = [f"+recipe={self.plan['recipe']}", f"model={config.model}", "data=mixture"]
         words += [f"run_dir={self.folder / 'training'}", "data.mixture=[{source: jsonl, path: x}]"]
+        words += [f"seed={config.seed}", f"device={config.device}", f"model.dtype={dtype}"]
+        words += [f"model.trust_remote_code={config.trust_remote_code}"]
+        words += [f"model.attn={self.plan['attn']}", f"evaluate.num_prompts={NUM_PROMPTS}"]
+        words += [f"evaluate.max_new_tokens={NEW_TOKENS}"]
+        words += [f"evaluate.minutes={MEASURING * config.minutes / 2}"]
         cfg = composed("train", TrainConfig, tidy_arguments(words))
         length = min(cfg.data.seq_len, self.plan["context"] or cfg.data.seq_len)
-        return replace(
-            cfg,
-            seed=config.seed,
-            device=config.device,
-            model=replace(
-                cfg.model, attn=self.plan["attn"], dtype=str(self.dtype).removeprefix("torch."),
-                trust_remote_code=config.trust_remote_code,
-            ),
-            data=replace(cfg.data, mixture=parts, seq_len=length),
-            evaluate=replace(
-                cfg.evaluate,
-                num_prompts=NUM_PROMPTS,
-                max_new_tokens=NEW_TOKENS,
-                minutes=MEASURING * config.minutes / 2,
-            ),
-        )  # fmt: skip
+        return replace(cfg, data=replace(cfg.data, mixture=parts, seq_len=length))
 
     def store_features(self) -> None:
         """Store the base's hidden states, and count the steps that the time holds."""

@@ -192,15 +192,8 @@ def linear_soft_loss(
             columns.append(accepted)
         return losses, torch.cat([column.float() for column in columns], 1)
 
-    return fused_loss(
-        hidden,
-        output,
-        labels,
-        row_weight,
-        row_loss,
-        chunk_size=chunk_size,
-        num_columns=4 if loss.compare else 2,
-    )
+    given, columns = (labels, row_weight, row_loss), 4 if loss.compare else 2
+    return fused_loss(hidden, output, *given, chunk_size=chunk_size, num_columns=columns)
 
 
 def _kept_alone(teacher: Teacher, loss: SoftLoss) -> bool:
