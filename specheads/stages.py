@@ -277,8 +277,8 @@ class _Stages:
         self.say(writer.write(questions, limit)[1])
         regenerate(replace(own, prompts=str(questions), **self.server), self.say)
 
-    def _training(self) -> TrainConfig:
-        """Return the settings of the training; its numbers are by rule, but for the steps."""
+    def _training(self, *more: str) -> TrainConfig:
+        """Return the settings of the training, by rule but for those of ``more``, key=value."""
         config, dtype = self.config, str(self.dtype).removeprefix("torch.")
         parts = [{"source": "jsonl", "path": str(self.folder / n)} for n in self.plan["files"]]
         words = [f"+recipe={self.plan['recipe']}", f"model={config.model}", "data=mixture"]
@@ -287,7 +287,7 @@ class _Stages:
         words += [f"model.trust_remote_code={config.trust_remote_code}"]
         words += [f"model.attn={self.plan['attn']}", f"evaluate.num_prompts={NUM_PROMPTS}"]
         words += [f"evaluate.max_new_tokens={NEW_TOKENS}"]
-        words += [f"evaluate.minutes={MEASURING * config.minutes / 2}"]
+        words += [f"evaluate.minutes={MEASURING * config.minutes / 2}", *more]
         cfg = composed("train", TrainConfig, tidy_arguments(words))
         length = min(cfg.data.seq_len, self.plan["context"] or cfg.data.seq_len)
         return replace(cfg, data=replace(cfg.data, mixture=parts, seq_len=length))
@@ -317,16 +317,12 @@ class _Stages:
 
     def train(self) -> None:
         """Train heads, choose their tree, and export them."""
-        cfg = self._training()
         steps = self.plan["steps"]
-        cfg = replace(
-            cfg,
-            steps=steps,
-            resume="auto" if is_used(Path(cfg.run_dir)) else "",
-            checkpoint=replace(cfg.checkpoint, every=max(1, steps // 10)),
-            # once, in the middle, and not in a short run: it takes as long as many steps
-            evaluate=replace(cfg.evaluate, every=steps // 2 + 1 if self.config.minutes > 30 else 0),
-        )
+        # once, in the middle, and not in a short run: it takes as long as many steps
+        evaluate = steps // 2 + 1 if self.config.minutes > 30 else 0
+        resume = "auto" if is_used(self.folder / "training") else ""
+        often = f"checkpoint.every={max(1, steps // 10)}", f"evaluate.every={evaluate}"
+        cfg = self._training(f"steps={steps}", *often, f"resume={resume}")
         run_recipe(load_recipe(cfg.recipe), cfg, self.say)
 
     def measure(self) -> None:
