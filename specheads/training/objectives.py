@@ -28,14 +28,7 @@ from specheads.losses.distill import SoftLoss, StoredTeacher, Teacher, linear_so
 from specheads.losses.fused import IGNORE, Output, likelihoods, log_sums
 from specheads.models.adapters import original, require_grad
 from specheads.models.kinds import Heads
-from specheads.models.output import (
-    FINAL,
-    OutputLayer,
-    output_layer,
-    packed_hidden,
-    packed_taps,
-    with_final,
-)
+from specheads.models.output import FINAL, OutputLayer, output_layer, packed_taps, with_final
 from specheads.training.engine import Batch, Objective
 
 Metrics = dict[str, Tensor]
@@ -92,7 +85,8 @@ def next_labels(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 def final_states(base: PreTrainedModel, batch: Batch) -> Tensor:
     """Return a model's final hidden states [B * T, d] of a batch."""
-    return packed_hidden(base, batch["input_ids"], batch["position_ids"]).flatten(0, 1)
+    hidden, _ = packed_taps(base, batch["input_ids"], batch["position_ids"], (FINAL,))
+    return hidden.flatten(0, 1)
 
 
 def num_valid_of(batch: Batch, num_heads: int) -> Tensor:
