@@ -19,14 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from specheads.config import (
-    AutoConfig,
-    ConfigError,
-    DecodeConfig,
-    RegenerateConfig,
-    RunError,
-    TrainConfig,
-)
+from specheads.config import AutoConfig, DecodeConfig, RegenerateConfig, TrainConfig
 from specheads.config.compose import composed, load_recipe
 from specheads.config.main import tidy_arguments
 from specheads.data.load import read_jsonl
@@ -38,7 +31,7 @@ from specheads.measure.clock import make_batches, prompts_of, take_turn
 from specheads.measure.diagnose import examine
 from specheads.measure.evaluate import write_prompts
 from specheads.measure.render import bench_text, interval
-from specheads.models.base import context_length, load_base_model, load_tokenizer
+from specheads.models.base import Loading, context_length, load_base_model, load_tokenizer
 from specheads.models.output import num_layers
 from specheads.models.support import tree_support
 from specheads.pipeline import run_recipe
@@ -47,7 +40,8 @@ from specheads.regeneration.engine import load_engine, weights_of, who_answers
 from specheads.regeneration.questions import Questioner
 from specheads.runs.directory import is_used, lock, unlock
 from specheads.system import hardware
-from specheads.system.files import whole_file
+from specheads.system.errors import ConfigError, RunError
+from specheads.system.files import write_whole
 from specheads.system.terminal import progress_bar
 from specheads.training.engine import param_groups
 from specheads.training.loop import Stage
@@ -68,6 +62,8 @@ TEMPERATURE = 0.7  # of the answers: more varied than greedy ones, closer to wha
 ANSWER_TOKENS = 128  # of one answer at most; those that reach it are learned without their end
 NUM_PROMPTS, NEW_TOKENS = 12, 48  # that the tree is chosen on; the figures are of others
 TEMPERATURES = (0.0, 0.7, 1.0)
+# settings that answers and questions have from auto's own
+SHARED = ("model", "batch_size", "dtype", "device", "threads", "seed", "trust_remote_code")
 
 
 def best_recipe(base: PreTrainedModel) -> str:
@@ -129,18 +125,13 @@ class Progress:
         what()
         gc.collect()  # the models of a stage, which hold each other
         self.ended[name] = round(time.monotonic() - begun, 1)
-        self.write()
+        write_whole(self.path, json.dumps(self.found, indent=1) + "\n")
 
     def doing(self, what: str, share: float = 0.0) -> None:
         """Say what takes a while now, and every ten seconds how much of it is done."""
         if not share or time.monotonic() - self._said > 10:
             self.say(f"{what}, {share:.0%}" if share else what)
             self._said = time.monotonic()
-
-    def write(self) -> None:
-        """Write the file whole."""
-        with whole_file(self.path) as fresh:
-            fresh.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
 
 
 def auto(config: AutoConfig, say: Say) -> dict[str, Any]:
@@ -193,15 +184,18 @@ class _Stages:
     def __init__(self, config: AutoConfig, folder: Path, progress: Progress) -> None:
         self.config, self.folder, self.progress = config, folder, progress
         self.plan, self.say = progress.plan, progress.say
-        self.device, self.dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
+        # the user's server, if there is one, answers in the base's place
+        endpoint, model = config.endpoint, config.endpoint_model
+        self.server: dict[str, Any] = {"endpoint": endpoint, "endpoint_model": model}
+        device, self.dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
+        self.loading: Loading = {"device": device, "dtype": self.dtype, "attn": "auto"}
+        self.loading["trust_remote_code"] = config.trust_remote_code
 
     def examine(self) -> None:
         """Find out what the base can be decoded with, and which recipe serves it."""
-        name, trust = self.config.model, self.config.trust_remote_code
-        tokenizer = load_tokenizer(name, trust_remote_code=trust)
-        base = load_base_model(
-            name, attn="auto", dtype=self.dtype, device=self.device, trust_remote_code=trust
-        )
+        name = self.config.model
+        tokenizer = load_tokenizer(name, trust_remote_code=self.config.trust_remote_code)
+        base = load_base_model(name, **self.loading)
         for finding in examine(base, tokenizer):
             self.say(f"{finding.name}: {finding.text}")
             if not finding.ok:
@@ -221,29 +215,25 @@ class _Stages:
         known = before.read_bytes().count(b"\n") if before.exists() else 0
         try:
             self._write_own(known + FIRST)
-            files.append("answers.jsonl")
         except RunError as error:
             if not files:
                 raise
             self.say(f"going on with the given prompts alone: {error}")
-        self.plan["files"] = files
+            self.plan |= {"files": files, "questions": 0}
+            return
+        self.plan["files"] = [*files, "answers.jsonl"]
         number, seconds = FIRST, time.monotonic() - start
         left = self.progress.left - (start - begun) / 60
         text = 60 * TEXT * (left - MEASURING * config.minutes)
         # few questions fill no batch and end with its longest: as many again, by half the time
-        if (
-            "answers.jsonl" in files
-            and (more := int((text - seconds) * FIRST / seconds / 2)) >= FIRST
-        ):
+        if (more := int((text - seconds) * FIRST / seconds / 2)) >= FIRST:
             start = time.monotonic()
             self._write_own(known + FIRST + more)
             number, text, seconds = more, text - seconds, time.monotonic() - start
             known += FIRST
         text = max(0.0, text - seconds)
         self.plan["questions"] = known + number + int(text * number / seconds)
-        if "answers.jsonl" not in files:
-            self.plan["questions"] = 0
-        elif len(files) == 1 and self.plan["questions"] < LEAST:
+        if not files and self.plan["questions"] < LEAST:
             needed = LEAST * seconds / number / 60 / TEXT
             least = (needed + config.minutes - left) / (1 - MEASURING)
             raise RunError(
@@ -251,28 +241,17 @@ class _Stages:
                 f" {number} questions and answers took {seconds:.0f} seconds; expected at least"
                 f" minutes={least:.0f}"
             )
-        else:
-            self.say(f"{self.plan['questions']:,} questions and answers, {text / 60:.0f} minutes")
+        self.say(f"{self.plan['questions']:,} questions and answers, {text / 60:.0f} minutes")
 
     def write(self) -> None:
         """Write the rest of the base's questions, and answer them."""
         if self.plan["questions"]:
             self._write_own(self.plan["questions"])
 
-    def _answering(self) -> RegenerateConfig:
-        config = self.config
-        return RegenerateConfig(
-            model=config.model,
-            batch_size=config.batch_size,
-            max_new_tokens=ANSWER_TOKENS,
-            keep_truncated=True,
-            temperature=TEMPERATURE,
-            dtype=config.dtype,
-            device=config.device,
-            threads=config.threads,
-            seed=config.seed,
-            trust_remote_code=config.trust_remote_code,
-        )
+    def _answering(self, **changes: Any) -> RegenerateConfig:
+        shared: dict[str, Any] = {key: getattr(self.config, key) for key in SHARED}
+        shared |= {"max_new_tokens": ANSWER_TOKENS, "temperature": TEMPERATURE}
+        return RegenerateConfig(**shared, keep_truncated=True, **changes)
 
     def _write_given(self) -> list[str]:
         """Answer what the user gave; return the names of the files."""
@@ -280,19 +259,14 @@ class _Stages:
         for key, name in (("prompts", "own.jsonl"), ("data", "data.jsonl")):
             if given := getattr(config, key):
                 files.append(name)
-                chosen: dict[str, Any] = {key: given, "output": str(self.folder / name)}
-                regenerate(replace(self._served(self._answering()), **chosen), self.say)
+                chosen = {key: given, "output": str(self.folder / name), **self.server}
+                regenerate(self._answering(**chosen), self.say)
         return files
-
-    def _served(self, own: RegenerateConfig) -> RegenerateConfig:
-        """Return the settings with the user's server, if there is one, in the base's place."""
-        config = self.config
-        return replace(own, endpoint=config.endpoint, endpoint_model=config.endpoint_model)
 
     def _write_own(self, limit: int) -> None:
         """Let the base write ``limit`` questions, and answer them: it, or the server."""
         config, output = self.config, str(self.folder / "answers.jsonl")
-        own = replace(self._answering(), prompts="self", limit=limit, output=output)
+        own = self._answering(prompts="self", limit=limit, output=output)
         if not config.endpoint:
             regenerate(own, self.say)
             return
@@ -301,32 +275,22 @@ class _Stages:
             load_engine(own, whose), own.questions, config.seed, weights_of(own, whose)
         )
         self.say(writer.write(questions, limit)[1])
-        regenerate(self._served(replace(own, prompts=str(questions))), self.say)
+        regenerate(replace(own, prompts=str(questions), **self.server), self.say)
 
-    def _training(self) -> TrainConfig:
-        """Return the settings of the training; its numbers are by rule, but for the steps."""
-        config = self.config
+    def _training(self, *more: str) -> TrainConfig:
+        """Return the settings of the training, by rule but for those of ``more``, key=value."""
+        config, dtype = self.config, str(self.dtype).removeprefix("torch.")
         parts = [{"source": "jsonl", "path": str(self.folder / n)} for n in self.plan["files"]]
         words = [f"+recipe={self.plan['recipe']}", f"model={config.model}", "data=mixture"]
         words += [f"run_dir={self.folder / 'training'}", "data.mixture=[{source: jsonl, path: x}]"]
+        words += [f"seed={config.seed}", f"device={config.device}", f"model.dtype={dtype}"]
+        words += [f"model.trust_remote_code={config.trust_remote_code}"]
+        words += [f"model.attn={self.plan['attn']}", f"evaluate.num_prompts={NUM_PROMPTS}"]
+        words += [f"evaluate.max_new_tokens={NEW_TOKENS}"]
+        words += [f"evaluate.minutes={MEASURING * config.minutes / 2}", *more]
         cfg = composed("train", TrainConfig, tidy_arguments(words))
         length = min(cfg.data.seq_len, self.plan["context"] or cfg.data.seq_len)
-        return replace(
-            cfg,
-            seed=config.seed,
-            device=config.device,
-            model=replace(
-                cfg.model, attn=self.plan["attn"], dtype=str(self.dtype).removeprefix("torch."),
-                trust_remote_code=config.trust_remote_code,
-            ),
-            data=replace(cfg.data, mixture=parts, seq_len=length),
-            evaluate=replace(
-                cfg.evaluate,
-                num_prompts=NUM_PROMPTS,
-                max_new_tokens=NEW_TOKENS,
-                minutes=MEASURING * config.minutes / 2,
-            ),
-        )  # fmt: skip
+        return replace(cfg, data=replace(cfg.data, mixture=parts, seq_len=length))
 
     def store_features(self) -> None:
         """Store the base's hidden states, and count the steps that the time holds."""
@@ -353,25 +317,18 @@ class _Stages:
 
     def train(self) -> None:
         """Train heads, choose their tree, and export them."""
-        cfg = self._training()
         steps = self.plan["steps"]
-        cfg = replace(
-            cfg,
-            steps=steps,
-            resume="auto" if is_used(Path(cfg.run_dir)) else "",
-            checkpoint=replace(cfg.checkpoint, every=max(1, steps // 10)),
-            # once, in the middle, and not in a short run: it takes as long as many steps
-            evaluate=replace(cfg.evaluate, every=steps // 2 + 1 if self.config.minutes > 30 else 0),
-        )
+        # once, in the middle, and not in a short run: it takes as long as many steps
+        evaluate = steps // 2 + 1 if self.config.minutes > 30 else 0
+        resume = "auto" if is_used(self.folder / "training") else ""
+        often = f"checkpoint.every={max(1, steps // 10)}", f"evaluate.every={evaluate}"
+        cfg = self._training(f"steps={steps}", *often, f"resume={resume}")
         run_recipe(load_recipe(cfg.recipe), cfg, self.say)
 
     def measure(self) -> None:
         """Decode held-out questions beside plain decoding in what is left of the time for it."""
         run = self.folder / "training"
-        trust = self.config.trust_remote_code
-        subject = load_subject(
-            str(run / "export"), dtype=self.dtype, device=self.device, trust_remote_code=trust
-        )
+        subject = load_subject(str(run / "export"), **self.loading)
         assert subject.export is not None
         contest = bench.Contest.of(subject, NEW_TOKENS)
         quoted = bench.quoted_method(subject.export, DecodeConfig(), [])
@@ -407,8 +364,7 @@ class _Stages:
             result, _ = bench.benchmark(
                 base, methods, prompts, plan, settings=settings, headline=quoted, bar=bar
             )
-        with whole_file(self.folder / "bench.json") as fresh:
-            fresh.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_whole(self.folder / "bench.json", json.dumps(result, indent=1) + "\n")
         print(bench_text(result))
         card.measured(run / "export", result)
 

@@ -7,14 +7,12 @@ before the settings are known to be right.
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -80,12 +78,11 @@ def compare_runs(runs: Sequence[TrainConfig]) -> list[str]:
         runs: those that have ended.
     """
     rows = [read_rows(Path(run.run_dir) / "metrics.jsonl") for run in runs]
-    found: list[dict[str, float]] = [reduce(operator.or_, of_run, {}) for of_run in rows]
+    found = [{key: value for row in of_run for key, value in row.items()} for of_run in rows]
     common = set.intersection(*map(set, found)) if len(found) > 1 else set()
     lengths = [key for key in common if key.startswith("final/accept_length/t")]
-    lengths.sort(key=lambda key: float(key.rpartition("/t")[2]))
-    key = next(iter([*lengths, *common & {"heldout/loss"}]), "")
-    if not key:
+    key = min(lengths, key=lambda key: float(key.rpartition("/t")[2]), default="heldout/loss")
+    if key not in common:
         return []
     order = sorted(range(len(runs)), key=lambda i: found[i][key], reverse=bool(lengths))
     shown = [key, *common & {key.replace("accept_length", "speedup")} - {key}]

@@ -91,6 +91,11 @@ def collate(rows: Sequence[Sequence[Encoded]], seq_len: int, pad_token_id: int) 
     return {**batch, "ids": [document.id for documents in rows for document in documents]}
 
 
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch with its tensors on ``device``."""
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+
 def number_of(*numbers: int) -> int:
     """Return a number below 2^63 that depends on all of ``numbers``."""
     # hashed, not added: seed 1 in epoch 0 must not be seed 0 in epoch 1

@@ -11,15 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specheads.losses.fused import (
-    IGNORE,
-    Output,
-    check_rows,
-    compute_dtype,
-    cross_entropy_rows,
-    fused_loss,
-    rows_at_once,
-)
+from specheads.losses.fused import IGNORE, Output, compute_dtype, fused_loss, rank_of, rows_at_once
 from specheads.system.errors import check, one_of
 
 
@@ -97,7 +89,6 @@ def linear_cross_entropy(
     Raises:
         ValueError: for shapes that do not fit, or an implementation that cannot serve.
     """
-    check_rows(hidden, output, labels, row_weight, chunk_size)
     check_implementation(implementation, output.softcap)
     row_weight = row_weight.detach()
     if implementation == "naive":
@@ -110,6 +101,21 @@ def linear_cross_entropy(
         _, stats = fused_loss(hidden, output, *rows, chunk_size=chunk_size)
     flat = labels.flatten(), row_weight.flatten()
     return _of_library(implementation, hidden, output, *flat, chunk_size), stats
+
+
+def cross_entropy_rows(
+    rows: Tensor, z: Tensor, label: Tensor, factor: Tensor, slope: bool
+) -> tuple[Tensor, Tensor]:
+    """Return cross entropies [n, 1], and whether the label is among the first and first five."""
+    target = z.gather(1, label)
+    top, best = z.max(1, keepdim=True)
+    hits = torch.cat([best == label, rank_of(z, target) < 5], 1).float()
+    mass = z.sub_(top).exp_().sum(1, keepdim=True)  # z is exp(logit - max) now
+    ce = mass.log() + (top - target)
+    if slope:
+        z.mul_(factor / mass)
+        z.scatter_(1, label, z.gather(1, label) - factor)
+    return ce, hits
 
 
 def check_implementation(implementation: str, softcap: float | None = None) -> None:

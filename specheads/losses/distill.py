@@ -18,15 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specheads.losses.fused import (
-    Logits,
-    Output,
-    check_rows,
-    chunks_of_logits,
-    fused_loss,
-    rank_of,
-    rows_at_once,
-)
+from specheads.losses.fused import Logits, Output, fused_loss, rank_of, rows_at_once
 from specheads.system.errors import check, one_of, refuse
 
 KINDS = ("soft", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda")
@@ -67,7 +59,7 @@ class SoftLoss:
         compare: report cross entropy and acceptance, too; not with a token map.
 
     Raises:
-        ConfigError: for an unknown kind, or numbers out of range.
+        ConfigError: for an unknown kind, or one that is infinite with its ``top_k``.
     """
 
     kind: str
@@ -79,12 +71,17 @@ class SoftLoss:
 
     def __post_init__(self) -> None:
         one_of("kind", self.kind, *KINDS)
-        check(self.top_k >= 0, "top_k", self.top_k, "at least 0")
         finite = not self.top_k or self.kind != "reverse_kl"
         check(finite, "top_k", self.top_k, "0 for reverse_kl, infinite without all tokens")
-        check(self.temperature > 0, "temperature", self.temperature, "positive")
-        check(self.eta > 0, "eta", self.eta, "positive")
-        check(0 < self.jsd_beta < 1, "jsd_beta", self.jsd_beta, "between 0 and 1")
+
+    @property
+    def needs_log_sum(self) -> bool:
+        """Whether, with a token map, the distance depends on what the other tokens weigh.
+
+        Not where the teacher is renormalised over the kept ones. With ``top_k`` all logits are made
+        in any case, to find the best.
+        """
+        return self.kind in ("tv", "lk_alpha", "lk_lambda") and not self.top_k
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ class Teacher:
     hidden: Tensor  # [N, dt], row by row beside the student's
     output: Output  # weight [V, dt]
     token_map: Tensor | None = None  # [V'] token id of each of the student's outputs, all different
-    # [N] of :func:`log_sums` at the loss's temperature, made once for students that share rows.
+    # [N] of ``fused.log_sums`` at the loss's temperature, made once for students that share rows.
     # With a token map the logits of other tokens are then not asked for again.
     log_sum: Tensor | None = None
 
@@ -166,15 +163,12 @@ def linear_soft_loss(
             distribution asked for.
     """
     check_teacher(teacher, hidden, output.weight, loss)
-    check_rows(hidden, output, labels, row_weight, chunk_size)
     kept = output_of = None
     if isinstance(teacher, StoredTeacher):
         chunk_size = chunk_size or rows_at_once(output.weight)
         measure = _against_stored(teacher, loss)
     else:
         kept, widest = teacher.token_map, teacher.output.weight
-        if loss.compare and kept is not None:
-            raise ValueError("compare is not possible with a token_map")
         if kept is not None:
             output_of = labels.new_full(widest.shape[:1], -1)
             output_of[kept] = torch.arange(kept.numel(), device=labels.device)
@@ -198,36 +192,13 @@ def linear_soft_loss(
             columns.append(accepted)
         return losses, torch.cat([column.float() for column in columns], 1)
 
-    return fused_loss(
-        hidden,
-        output,
-        labels,
-        row_weight,
-        row_loss,
-        chunk_size=chunk_size,
-        num_columns=4 if loss.compare else 2,
-    )
-
-
-def needs_log_sum(loss: SoftLoss) -> bool:
-    """Return whether, with a token map, the distance depends on what the other tokens weigh.
-
-    Not where the teacher is renormalised over the kept ones. With ``top_k`` all logits are made in
-    any case, to find the best.
-    """
-    return loss.kind in ("tv", "lk_alpha", "lk_lambda") and not loss.top_k
-
-
-@torch.no_grad()
-def log_sums(hidden: Tensor, output: Output, temperature: float) -> Tensor:
-    """Return log sum exp(logit / temperature) over all tokens, [N], of hidden states [N, d]."""
-    chunks = chunks_of_logits(hidden, output)
-    return torch.cat([z.div_(temperature).logsumexp(1) for z in chunks])
+    given, columns = (labels, row_weight, row_loss), 4 if loss.compare else 2
+    return fused_loss(hidden, output, *given, chunk_size=chunk_size, num_columns=columns)
 
 
 def _kept_alone(teacher: Teacher, loss: SoftLoss) -> bool:
     """Return whether the teacher's logits of the kept tokens are enough."""
-    known = teacher.log_sum is not None or not needs_log_sum(loss)
+    known = teacher.log_sum is not None or not loss.needs_log_sum
     return teacher.token_map is not None and known and not loss.top_k
 
 
@@ -235,7 +206,7 @@ def _kept_alone(teacher: Teacher, loss: SoftLoss) -> bool:
 def _against_made(teacher: Teacher, loss: SoftLoss, chunk_size: int) -> Measure:
     """Compare with logits that are made chunk by chunk, all in one block of ``chunk_size`` rows."""
     kept, output, alone = teacher.token_map, teacher.output, _kept_alone(teacher, loss)
-    log_sum = teacher.log_sum if needs_log_sum(loss) else None
+    log_sum = teacher.log_sum if loss.needs_log_sum else None
     some = 0 < loss.top_k < len(output.weight)
     if kept is not None and alone:
         bias = None if output.bias is None else output.bias[kept]

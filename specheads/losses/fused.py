@@ -40,9 +40,7 @@ class Output:
 RowLoss = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
-def check_rows(
-    hidden: Tensor, output: Output, labels: Tensor, row_weight: Tensor, chunk_size: int
-) -> None:
+def check_rows(hidden: Tensor, output: Output, labels: Tensor, row_weight: Tensor) -> None:
     """Check the arguments that all losses share; ``linear_cross_entropy`` describes them.
 
     Raises:
@@ -60,7 +58,6 @@ def check_rows(
                 row_weight.shape != labels.shape
             ),
             f"bias has shape {bias}, weight has {theirs[0]} rows": bias != theirs[:1],
-            f"chunk_size must be at least 0, got {chunk_size}": chunk_size < 0,
         }
     )
 
@@ -136,19 +133,11 @@ def likelihoods(hidden: Tensor, output: Output, labels: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def cross_entropy_rows(
-    rows: Tensor, z: Tensor, label: Tensor, factor: Tensor, slope: bool
-) -> tuple[Tensor, Tensor]:
-    """Return cross entropies [n, 1], and whether the label is among the first and first five."""
-    target = z.gather(1, label)
-    top, best = z.max(1, keepdim=True)
-    hits = torch.cat([best == label, rank_of(z, target) < 5], 1).float()
-    mass = z.sub_(top).exp_().sum(1, keepdim=True)  # z is exp(logit - max) now
-    ce = mass.log() + (top - target)
-    if slope:
-        z.mul_(factor / mass)
-        z.scatter_(1, label, z.gather(1, label) - factor)
-    return ce, hits
+@torch.no_grad()
+def log_sums(hidden: Tensor, output: Output, temperature: float) -> Tensor:
+    """Return log sum exp(logit / temperature) over all tokens, [N], of hidden states [N, d]."""
+    chunks = chunks_of_logits(hidden, output)
+    return torch.cat([z.div_(temperature).logsumexp(1) for z in chunks])
 
 
 def fused_loss(
@@ -164,7 +153,11 @@ def fused_loss(
     """Return the weighted sum of ``row_loss`` over the valid rows, and the statistics.
 
     These are [G, 1 + num_columns]: the sums of the losses and of what comes with them.
+
+    Raises:
+        ValueError: for shapes that do not fit.
     """
+    check_rows(hidden, output, labels, row_weight)
     weight, num_groups = output.weight, 1 if labels.dim() == 1 else labels.shape[0]
     # The gradients are formed here and now, for whatever requires one: under no_grad nothing may.
     needs = [

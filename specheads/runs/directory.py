@@ -21,13 +21,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from specheads.config import ConfigError, RunError
 from specheads.system import __version__, dist
-from specheads.system.files import made_for_now, no_room, whole_file
+from specheads.system.files import made_for_now, no_room, write_whole
 from specheads.system.redact import redact
 
 USED = ("config.yaml", "metrics.jsonl", "checkpoints", "export")
@@ -206,8 +206,7 @@ def describe(run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     if not (run_dir / "config.yaml").exists():
-        with whole_file(run_dir / "config.yaml") as file:
-            file.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)), encoding="utf-8")
+        write_whole(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(settings)))
     record = run_dir / "provenance.json"
     try:
         history = json.loads(record.read_text(encoding="utf-8")) if record.exists() else []
@@ -228,8 +227,7 @@ def describe(run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
             "world_size": dist.world_size(),
         },
     }
-    with whole_file(record) as file:
-        file.write_text(json.dumps([*history, mine], indent=2) + "\n", encoding="utf-8")
+    write_whole(record, json.dumps([*history, mine], indent=2) + "\n")
     return mine
 
 
@@ -245,6 +243,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 rows.append(row)
     return rows
+
+
+def keep_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Let a metrics file hold these rows and no others."""
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 class MetricsFile:
@@ -270,8 +273,7 @@ class MetricsFile:
         if checkpoint and (saved := checkpoint / SAVED).is_file():
             state = json.loads(saved.read_text(encoding="utf-8"))
             rows = rows[: state["rows"]] + state["unwritten"]
-        with whole_file(path) as fresh:
-            fresh.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        keep_rows(path, rows)
         self.path = path
         self.trouble = ""
         self._rows = len(rows)

@@ -24,13 +24,21 @@ from specheads.config import InterruptedRunError, RunError, TrainConfig
 from specheads.runs import directory
 from specheads.runs.wandb import WandbLog
 from specheads.system import dist
-from specheads.system.files import whole_file
+from specheads.system.files import write_whole
 from specheads.system.redact import redact
 
-# of an evaluation's many figures those for the console; all are in metrics.jsonl
-_EVALUATED = re.compile(r"eval/[^/]+|final/(accept_length|alpha|speedup)/[^/]+")
+# What a metric's name is like, and how the console shows it; all metrics are in metrics.jsonl.
+_COLUMNS = {
+    r".*loss": "{name} {value:7.4f}",
+    r".*top1": "{value:5.1%}",
+    r"draft/alpha|draft/alpha_top|heldout/alpha": "{name} {value:.4f}",  # of a draft model
+    r"lr/.*": "{name} {value:.1e}",
+    r"grad_norm": "grad {value:6.3f}",
+    r"tokens_per_second": "{value:7.0f} tok/s",
+    r"peak_memory": "{gib:5.2f} GiB",
+    r"eval/[^/]+|final/(accept_length|alpha|speedup)/[^/]+": "{name} {value:.4g}",
+}
 _SILENT = 10.0  # seconds after which a line says what is going on
-_ALPHA = ("draft/alpha", "draft/alpha_top", "heldout/alpha")  # of a draft model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,22 +62,10 @@ def format_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     parts = [f"step {step:>{width}}/{steps}"]
     for key, value in metrics.items():
         name = key.removeprefix("train/")
-        if name.endswith("loss"):
-            parts.append(f"{name.removesuffix('/loss')} {value:7.4f}")
-        elif name.endswith("top1"):
-            parts.append(f"{100 * value:4.1f}%")
-        elif name in _ALPHA:
-            parts.append(f"{name.removeprefix('draft/')} {value:.4f}")
-        elif name.startswith("lr/"):
-            parts.append(f"{name} {value:.1e}")
-        elif name == "grad_norm":
-            parts.append(f"grad {value:6.3f}")
-        elif name == "tokens_per_second":
-            parts.append(f"{value:7.0f} tok/s")
-        elif name == "peak_memory":
-            parts.append(f"{value / 2**30:5.2f} GiB")
-        elif _EVALUATED.fullmatch(key):
-            parts.append(f"{key} {value:.4g}")
+        column = next((shape for like, shape in _COLUMNS.items() if re.fullmatch(like, name)), "")
+        if column:
+            shown = name.removesuffix("/loss").removeprefix("draft/")
+            parts.append(column.format(name=shown, value=value, gib=value / 2**30))
     return "  ".join(parts)
 
 
@@ -222,8 +218,7 @@ class RunLog:
         self.record(step, values)
         line = format_line(step, self.cfg.steps, values)
         if seconds_left and not sys.stderr.isatty():  # the bar shows it on a terminal
-            minutes, seconds = divmod(round(seconds_left), 60)
-            line += f"  left {minutes}:{seconds:02d}"
+            line += f"  left {_clock(seconds_left)}"
         self.say(line)
 
     def outcome(self, step: int, found: Outcome) -> None:
@@ -238,8 +233,7 @@ class RunLog:
         lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in found.samples]
         for name, text in (("samples.jsonl", "".join(lines)), ("tree.svg", found.tree_svg)):
             if text:
-                with whole_file(self.dir / name) as file:
-                    file.write_text(text, encoding="utf-8")
+                write_whole(self.dir / name, text)
         self._wandb.charts(step, self._metrics.path)
         self._wandb.outcome(step, found.samples, found.tree_svg)
 

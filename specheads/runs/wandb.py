@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from specheads.config import LogConfig
 from specheads.runs.directory import read_rows
-from specheads.system.files import whole_file
+from specheads.system.files import write_whole
 
 _START = 30.0  # seconds for the server to answer at the start; wandb's own limit is 90
 # seconds for the rest of the upload at the end; torchrun kills 30 after it passed a SIGTERM on
@@ -67,8 +67,7 @@ def run_id(run_dir: Path) -> str:
     place = run_dir / "wandb" / "id"
     if not place.is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(place) as file:
-            file.write_text(secrets.token_hex(4))
+        write_whole(place, secrets.token_hex(4))
     return place.read_text().strip()
 
 

@@ -20,8 +20,8 @@ from specheads.models import manifest
 from specheads.runs.log import RunLog
 from specheads.system import dist
 from specheads.system.errors import refuse
-from specheads.system.files import aside, whole_file, whole_folder
-from specheads.training.checkpoints import Progress, checkpoints_of, load_progress
+from specheads.system.files import whole_folder, write_whole
+from specheads.training.checkpoints import Progress, checkpoints_of, load_progress, remove
 
 KEY = "eval/accept_length"
 _TENSORS, _FIGURES, _CHOSEN = "model.safetensors", "best.json", "chosen.json"
@@ -127,11 +127,7 @@ def prune(run_dir: Path, progress: Progress) -> None:
     """Remove weights that neither ``progress`` nor a checkpoint calls the best."""
     wanted = {load_progress(path).best_step for path in checkpoints_of(run_dir)}
     kept = {folder_of(run_dir, step) for step in wanted | {progress.best_step}}
-    for path in (run_dir / "best").glob("step-*"):
-        if path not in kept:
-            path.rename(aside(path))  # a half-removed folder must not look like a whole one
-    for path in (run_dir / "best").glob(".step-*.tmp"):
-        shutil.rmtree(path)
+    remove(run_dir / "best", set((run_dir / "best").glob("step-*")) - kept)
 
 
 def finish(
@@ -163,8 +159,7 @@ def finish(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
-    with whole_file(place) as fresh:
-        fresh.write_text((folder / _FIGURES).read_text())
+    write_whole(place, (folder / _FIGURES).read_text())
     prune(run.dir, progress)
     if progress.best_step < progress.step:
         run.say(

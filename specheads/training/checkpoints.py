@@ -18,7 +18,7 @@ import itertools
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -514,11 +514,16 @@ def prune(run_dir: Path, keep: int, *, newest: int | None = None) -> None:
         return
     found = checkpoints_of(run_dir)
     now = [path for path in found if newest is None or step_of(path) <= newest]
-    kept = now[-keep:]
-    for path in found:
-        if path not in kept:
-            # renamed first: a half-removed checkpoint must not look like a whole one
-            path.rename(aside(path))
+    remove(run_dir / "checkpoints", set(found).difference(now[-keep:]))
+
+
+def remove(folder: Path, steps: Collection[Path]) -> None:
+    """Remove some of the folders ``step-*`` in ``folder``, and what killed runs left half-written.
+
+    They are renamed first: one that is half removed must not look like a whole one.
+    """
+    for path in steps:
+        path.rename(aside(path))
     for pattern in (".step-*.tmp", ".step-*.old"):
-        for path in (run_dir / "checkpoints").glob(pattern):
+        for path in folder.glob(pattern):
             shutil.rmtree(path)

@@ -33,12 +33,13 @@ import torch
 from torch import Tensor, nn
 
 from specheads.config import ConfigError, RunError, TrainConfig
+from specheads.data.pack import Batch
 from specheads.models.quantize import is_quantized_linear
 from specheads.system import dist, hardware, heartbeat
 from specheads.system.errors import refuse
 from specheads.system.files import aside, writing
 from specheads.training.checkpoints import read_state
-from specheads.training.engine import Batch, Groups, Spread, learning_rates, make_optimizers
+from specheads.training.engine import Groups, Objective, Spread, make_optimizers
 
 
 @contextlib.contextmanager
@@ -149,7 +150,7 @@ def check_deepspeed(objective: nn.Module, cfg: TrainConfig) -> None:
 class DeepSpeedEngine:
     """One or many processes under DeepSpeed; its ZeRO state is pickle, by its own design."""
 
-    def __init__(self, objective: nn.Module, groups: Groups, cfg: TrainConfig) -> None:
+    def __init__(self, objective: Objective, groups: Groups, cfg: TrainConfig) -> None:
         """Start the process group and wrap ``objective``.
 
         Raises:
@@ -213,14 +214,12 @@ class DeepSpeedEngine:
                 **precision,
             },
         )[0]
-        self.groups = groups
         self.run_dir = Path(cfg.run_dir)
         self.overflowed = False
         scaler: Any = getattr(self.engine.optimizer, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
             scaler.raise_error_at_min_scale = False  # the loop decides, as for other precisions
-        scale = dist.world_size() * cfg.optim.accumulation
-        objective.engine_scale = float(scale)  # type: ignore[assignment]
+        objective.engine_scale = float(dist.world_size() * cfg.optim.accumulation)
 
     @property
     def loss_scale(self) -> float:
@@ -254,9 +253,8 @@ class DeepSpeedEngine:
         Raises:
             RunError: if DeepSpeed took a step of which it gives no norm, or none that is finite.
         """
-        rates = learning_rates(self.groups, factor)
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = rates[group["name"]]
+            group["lr"] = group["initial_lr"] * factor
         self.overflowed = False
         if self._plain:
             # stage 0 has summed the gradients over all ranks already

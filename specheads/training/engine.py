@@ -12,33 +12,32 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from specheads.config import ConfigError, LossConfig, OptimConfig, TrainConfig
+from specheads.data.pack import Batch
 from specheads.models import manifest
 from specheads.models.quantize import need_bitsandbytes
 
-Batch = dict[str, Any]
 Groups = list[dict[str, Any]]
 
 
-def on_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch with its tensors on ``device``."""
-    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+class Objective(nn.Module):
+    """What the loop trains (``training/objectives.py``): its forward is loss and additive metrics.
 
+    Attributes:
+        num_heads: heads whose labels are counted beside those of the language model.
+        engine_scale: what the engine will divide the loss by, world size times accumulation for
+            DeepSpeed; the engine sets it.
+        lambda_scale: further factor of lambda_0, for a schedule; the loop sets it.
+    """
 
-class Objective(Protocol):
-    """What the loop trains (``training/objectives.py``): a module whose forward is the loss."""
-
-    num_heads: int
-    engine_scale: float
-    lambda_scale: float
-
-    def __call__(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and additive metrics."""
+    num_heads: int = 0
+    engine_scale: float = 1.0
+    lambda_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -197,11 +196,6 @@ def make_optimizers(
     return made
 
 
-def learning_rates(groups: Groups, factor: float) -> dict[str, float]:
-    """Return the learning rate of every group, for the log."""
-    return {group["name"]: group["initial_lr"] * factor for group in groups}
-
-
 class TorchEngine:
     """One process, plain torch. What it can do, the loop asks of every engine.
 
@@ -214,14 +208,14 @@ class TorchEngine:
     overflowed = False
     loss_scale = 1.0
 
-    def __init__(self, objective: nn.Module, groups: Groups, cfg: TrainConfig) -> None:
+    def __init__(self, objective: Objective, groups: Groups, cfg: TrainConfig) -> None:
         """Build the optimizers for ``groups``."""
         self.objective = objective
         self.cfg = cfg
         self.optimizers = make_optimizers(groups, cfg.optim, fused=True)
         self.names = {id(p): name for name, p in objective.named_parameters()}
         self.trained = {self.names[id(p)]: p for group in groups for p in group["params"]}
-        objective.engine_scale = 1.0  # type: ignore[assignment]
+        objective.engine_scale = 1.0
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of one micro-batch and its metrics."""

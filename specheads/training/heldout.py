@@ -17,11 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
+from specheads.data.pack import Batch, on_device
 from specheads.losses.cross_entropy import IGNORE, count_valid, linear_cross_entropy, shift_labels
 from specheads.losses.distill import SoftLoss, Teacher, linear_soft_loss
+from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, packed_hidden
-from specheads.training.engine import Batch, on_device
 from specheads.training.objectives import DraftObjective, HeadsObjective
 
 
@@ -38,7 +39,8 @@ def _hidden_at_labels(base: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tens
     """Return the hidden states [N, d] that predict a learned token, and those tokens [N]."""
     batch = on_device(batch, base.device)
     labels = shift_labels(batch["labels"], batch["segment_ids"], 1)
-    hidden = packed_hidden(base, batch["input_ids"], batch["position_ids"])
+    with undisturbed(base):
+        hidden = packed_hidden(base, batch["input_ids"], batch["position_ids"])
     return hidden[labels != IGNORE], labels[labels != IGNORE]
 
 
@@ -46,10 +48,7 @@ def remember_original(
     base: PreTrainedModel, output: OutputLayer, batches: Sequence[Batch]
 ) -> Original:
     """Keep what the original base predicts on ``batches``; call it before training."""
-    training = base.training
-    base.eval()
     hidden = [_hidden_at_labels(base, batch)[0].cpu() for batch in batches]
-    base.train(training)
     return Original(hidden, copy.deepcopy(output))
 
 
@@ -86,9 +85,7 @@ def heldout_loss(
     Raises:
         ConfigError: if no held-out token has a label.
     """
-    num_tokens, training = int(_num_valid(batches, 0)), base.training
-    total: Counter[str] = Counter()
-    base.eval()
+    num_tokens, total = int(_num_valid(batches, 0)), Counter[str]()
     for index, batch in enumerate(batches):
         hidden, labels = _hidden_at_labels(base, batch)
         rows = labels, torch.ones_like(labels, dtype=torch.float32)
@@ -100,7 +97,6 @@ def heldout_loss(
                 "kl": linear_soft_loss(hidden, output.parts(), teacher, *rows, SoftLoss("soft")),
             }
         total.update({name: float(stats[0, 0]) for name, (_, stats) in found.items()})
-    base.train(training)
     means = {name: value / num_tokens for name, value in total.items()}
     return {"loss": means["loss"], "num_tokens": float(num_tokens), **means}
 
@@ -111,14 +107,12 @@ def _means(
 ) -> dict[str, float]:
     """Return the metrics of an objective over held-out rows, each a mean over its own labels."""
     # with the labels of all batches in it a batch returns its share of the mean, and shares add up
-    num_valid, training = _num_valid(batches, objective.num_heads), objective.training
-    total: Counter[str] = Counter()
-    objective.eval()
-    for batch in batches:
-        placed = on_device({**batch, "num_valid": num_valid}, objective.output.weight.device)
-        _, metrics = objective(placed)
-        total.update({name: float(value) for name, value in metrics.items()})
-    objective.train(training)
+    num_valid, total = _num_valid(batches, objective.num_heads), Counter[str]()
+    with undisturbed(objective):
+        for batch in batches:
+            placed = on_device({**batch, "num_valid": num_valid}, objective.output.weight.device)
+            _, metrics = objective(placed)
+            total.update({name: float(value) for name, value in metrics.items()})
     return dict(total)
 
 

@@ -20,30 +20,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from specheads.config import ConfigError, InterruptedRunError, RunError, TrainConfig
+from specheads.data.pack import Batch, on_device
 from specheads.losses.cross_entropy import count_valid
+from specheads.runs.directory import keep_rows, read_rows
 from specheads.runs.log import RunLog
 from specheads.system import dist
-from specheads.system.files import whole_file
 from specheads.system.hardware import peak_memory
 from specheads.system.signals import StopAsked, StopSignal, saving_first
 from specheads.training import best, checkpoints
 from specheads.training.deepspeed_engine import DeepSpeedEngine
-from specheads.training.engine import (
-    Batch,
-    Groups,
-    Objective,
-    TorchEngine,
-    lambda_scale,
-    learning_rates,
-    lr_factor,
-    on_device,
-)
+from specheads.training.engine import Groups, Objective, TorchEngine, lambda_scale, lr_factor
 
 Evaluate = Callable[[int], Mapping[str, float]]
 Engine = TorchEngine | DeepSpeedEngine
@@ -75,7 +67,7 @@ class Stage:
         last_step: end of the stage; 0 is the end of the run.
     """
 
-    objective: nn.Module
+    objective: Objective
     batches: Batches
     groups: Groups
     name: str = "train"
@@ -83,7 +75,7 @@ class Stage:
     last_step: int = 0
 
 
-def open_engine(objective: nn.Module, groups: Groups, cfg: TrainConfig) -> Engine:
+def open_engine(objective: Objective, groups: Groups, cfg: TrainConfig) -> Engine:
     """Return the engine that the settings ask for.
 
     Raises:
@@ -186,22 +178,18 @@ class _Training:
             RunError: if a loss or gradient is not finite, and no more of them may be left out.
         """
         step, stage, optim = self.progress.step, self.stage, self.cfg.optim
-        trained, first = cast(Objective, stage.objective), stage.first_step
+        trained, first = stage.objective, stage.first_step
         before = stage.batches.state_dict(), *checkpoints.random_state()
         trained.lambda_scale = lambda_scale(step, first, self.last_step, self.cfg.loss)
         micro, tokens = gather(stage.batches, optim.accumulation, trained.num_heads, device)
         metrics, bad, bad_anywhere, stopping = run_micro_batches(self.engine, micro, asked_to_stop)
-        fault = ""
         if bad_anywhere:
             self.engine.drop()
-            fault = "loss"
         else:
-            norm = metrics["grad_norm"] = self.engine.step(self.factor(step))
-            if not math.isfinite(norm):
-                metrics = {}  # such a step has no place in the means
-                fault = "" if self.engine.overflowed else "gradient"
-        if fault:
-            chosen = bad if fault == "loss" else range(len(micro))
+            metrics["grad_norm"] = self.engine.step(self.factor(step))
+        taken = not bad_anywhere and math.isfinite(metrics["grad_norm"])
+        if bad_anywhere or not (taken or self.engine.overflowed):
+            fault, chosen = ("loss", bad) if bad_anywhere else ("gradient", range(len(micro)))
             where = report(self.run.dir, step + 1, fault, micro, chosen)
             if self.progress.skipped >= optim.skip_nonfinite:
                 self.give_up(f"the {fault} of step {step + 1} is not finite", where, before)
@@ -210,13 +198,13 @@ class _Training:
                 f"step {step + 1} left out, as its {fault} is not finite: {where} "
                 f"({self.progress.skipped} of optim.skip_nonfinite={optim.skip_nonfinite})"
             )
-            metrics = {}
         self.progress.step += 1
         self.tokens += tokens
         self.steps += 1
-        for key, value in metrics.items():
-            self.progress.window[key] = self.progress.window.get(key, 0.0) + value
-        self.progress.window_steps += bool(metrics)
+        if taken:  # any other step has no place in the means
+            for key, value in metrics.items():
+                self.progress.window[key] = self.progress.window.get(key, 0.0) + value
+            self.progress.window_steps += 1
         self.run.advance()
         return stopping
 
@@ -265,8 +253,8 @@ class _Training:
             row["train/tokens_per_second"] = self.tokens / (now - self.since)
             left = (now - self.since) / self.steps * (self.cfg.steps - step)
         self.tokens, self.steps, self.since = 0.0, 0, now
-        rates = learning_rates(self.stage.groups, self.factor(step - 1))
-        row |= {f"train/lr/{name}": rate for name, rate in rates.items()}
+        factor = self.factor(step - 1)
+        row |= {f"train/lr/{g['name']}": g["initial_lr"] * factor for g in self.stage.groups}
         peak = peak_memory(device) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on a Mac
         row["train/peak_memory"] = float(peak)
         if self.progress.skipped:
@@ -387,12 +375,8 @@ def begin(run_dir: Path, step: int) -> int:
     """
     path, count = run_dir / _FILE, 0
     if dist.is_main() and path.exists():
-        rows = path.read_text().splitlines(keepends=True)
-        # a killed run may leave half a line
-        kept = [r for r in rows if r.endswith("}\n") and json.loads(r)["step"] <= step]
-        if kept != rows:
-            with whole_file(path) as fresh:
-                fresh.write_text("".join(kept))
+        kept = [row for row in read_rows(path) if row["step"] <= step]
+        keep_rows(path, kept)
         count = len(kept)
     return int(dist.sum_over_ranks(torch.tensor([float(count)])))
 

@@ -16,46 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from specheads.config.training import DraftConfig, LossConfig
-from specheads.losses.cross_entropy import (
-    IGNORE,
-    Output,
-    count_valid,
-    linear_cross_entropy,
-    shift_labels,
-)
-from specheads.losses.distill import (
-    SoftLoss,
-    StoredTeacher,
-    Teacher,
-    linear_soft_loss,
-    log_sums,
-    needs_log_sum,
-)
-from specheads.losses.fused import likelihoods
+from specheads.losses.cross_entropy import count_valid, linear_cross_entropy, shift_labels
+from specheads.losses.distill import SoftLoss, StoredTeacher, Teacher, linear_soft_loss
+from specheads.losses.fused import IGNORE, Output, likelihoods, log_sums
 from specheads.models.adapters import original, require_grad
 from specheads.models.kinds import Heads
-from specheads.models.output import (
-    FINAL,
-    OutputLayer,
-    output_layer,
-    packed_hidden,
-    packed_taps,
-    with_final,
-)
+from specheads.models.output import FINAL, OutputLayer, output_layer, packed_taps, with_final
+from specheads.training.engine import Batch, Objective
 
-Batch = dict[str, Any]
 Metrics = dict[str, Tensor]
 
 
-class LMObjective(nn.Module):
+class LMObjective(Objective):
     """Next-token loss of the base model alone; for pretraining.
 
     Args:
@@ -63,8 +42,6 @@ class LMObjective(nn.Module):
         loss: how the loss is computed; the defaults if None.
         output: the base's output layer; None finds it.
     """
-
-    num_heads = 0
 
     def __init__(
         self,
@@ -75,7 +52,6 @@ class LMObjective(nn.Module):
         super().__init__()
         self.base, self.loss = base, loss or LossConfig()
         self.output = output or output_layer(base)
-        self.engine_scale = 1.0  # what the engine will divide by: world size times accumulation
         require_grad(base, True)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -109,7 +85,8 @@ def next_labels(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 def final_states(base: PreTrainedModel, batch: Batch) -> Tensor:
     """Return a model's final hidden states [B * T, d] of a batch."""
-    return packed_hidden(base, batch["input_ids"], batch["position_ids"]).flatten(0, 1)
+    hidden, _ = packed_taps(base, batch["input_ids"], batch["position_ids"], (FINAL,))
+    return hidden.flatten(0, 1)
 
 
 def num_valid_of(batch: Batch, num_heads: int) -> Tensor:
@@ -144,7 +121,7 @@ def metrics_of(names: Sequence[str], loss: Tensor, stats: Tensor, num_valid: Ten
     return metrics
 
 
-class HeadsObjective(nn.Module):
+class HeadsObjective(Objective):
     """Loss of heads, with or without the base model (arXiv:2401.10774, sections 2.2).
 
     With a decay and lambda_0 of 1 it is the sum of n = K + 1 losses of multi-token prediction
@@ -167,10 +144,6 @@ class HeadsObjective(nn.Module):
         train_base: whether the base is trained too; one with an adapter trains that alone.
         output: the base's output layer; None finds it.
         embed: the base's input embedding; None finds it.
-
-    Attributes:
-        lambda_scale: further factor of lambda_0, for a schedule; the loop sets it.
-        engine_scale: what the engine divides the loss by; the engine sets it.
 
     Raises:
         ValueError: if the heads were built for another hidden size or vocabulary, or something is
@@ -202,7 +175,6 @@ class HeadsObjective(nn.Module):
             raise ValueError(f"the heads are for an output matrix {found}, the base has {expected}")
         self.num_heads, self.train_base = heads.num_heads, train_base
         self.distill_base = train_base and self.loss.base == "distill"
-        self.lambda_scale = self.engine_scale = 1.0
         if base is not None:
             require_grad(base, train_base)
         self.train(self.training)
@@ -307,7 +279,7 @@ class HeadsObjective(nn.Module):
         """Return the teacher's [N] at the positions that a head asks about; None if none does."""
         if teacher is None or self.heads.token_map is None or self.loss.heads == "hard":
             return None
-        if not needs_log_sum(self._soft):
+        if not self._soft.needs_log_sum:
             return None
         ahead = torch.arange(1, self.num_heads + 1, device=used.device)
         asked = (used[:, None] + ahead).clamp_max(len(teacher) - 1).unique()
@@ -486,7 +458,7 @@ class _Rows:
 LABELS = "labels"
 
 
-class DraftObjective(nn.Module):
+class DraftObjective(Objective):
     """Loss of a draft model, with a frozen base as its teacher, stored or run beside it.
 
     A batch is that of ``objectives.py``. It may carry ``teacher_ids`` [B, T, k], the base's k
@@ -506,19 +478,14 @@ class DraftObjective(nn.Module):
             from the base's distribution, ``forward_kl`` or a kind of
             :class:`specheads.losses.distill.SoftLoss`; ``jsd_beta``. The defaults if None.
         loss: ``temperature``, ``top_k`` and ``lk_eta`` of the distance; how losses are computed.
-        vocab_size: tokens to compare; None: all, of two models with equally many.
+        vocab_size: tokens to compare, that both models have; None: all, of two models with equally
+            many.
         output: the draft's output layer; None finds it.
         base_output: the base's; None finds it.
 
-    Attributes:
-        engine_scale: what the engine divides the loss by; the engine sets it.
-
     Raises:
-        ValueError: if the output matrices have unequal sizes and no ``vocab_size`` is given, or one
-            of them has fewer tokens; for a loss that is infinite with its top_k.
+        ValueError: for a loss that is infinite with its top_k.
     """
-
-    num_heads = 0
 
     def __init__(
         self,
@@ -536,20 +503,12 @@ class DraftObjective(nn.Module):
         self.draft, self.base, self.kind = draft, base, wanted.loss
         self.output = output or output_layer(draft)
         self.base_output = base_output or (None if base is None else output_layer(base))
-        ours, theirs = self.output, self.base_output or self.output
-        num_draft, num_base = ours.weight.shape[0], theirs.weight.shape[0]
-        sizes = f"the base model has {num_base} outputs, the draft model {num_draft}"
-        if vocab_size is None and num_base != num_draft:
-            raise ValueError(f"{sizes}: vocab_size is missing")
-        self.vocab_size = num_draft if vocab_size is None else vocab_size
-        if not 0 < self.vocab_size <= min(num_base, num_draft):
-            raise ValueError(f"vocab_size is {vocab_size}, {sizes}")
+        self.vocab_size = vocab_size or len(self.output.weight)
         self.soft_loss = SoftLoss("tv", compare=True)  # for labels: a teacher is compared with only
         if wanted.loss != LABELS:
             kind = "soft" if wanted.loss == "forward_kl" else wanted.loss
             own = self.loss.top_k, self.loss.temperature, self.loss.lk_eta, wanted.jsd_beta
             self.soft_loss = SoftLoss(kind, *own, compare=True)
-        self.engine_scale = 1.0
         require_grad(draft, True)
         if base is not None:
             require_grad(base, False)

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,11 @@ from specheads.config import TrainConfig
 from specheads.data.pack import GrowingBatches, PackedBatches
 from specheads.data.teacher_cache import readable
 from specheads.losses.fused import rows_at_once
+from specheads.models.forward import undisturbed
 from specheads.system import dist
 from specheads.system.hardware import peak_memory
 from specheads.training.checkpoints import same_random_state
-from specheads.training.engine import Objective, Spread, TorchEngine
+from specheads.training.engine import Spread, TorchEngine
 from specheads.training.loop import Stage, gather
 
 if TYPE_CHECKING:
@@ -269,7 +270,7 @@ def plan_stage(
     matrices = [p for p in named if p is output_weight or id(p) in own]
     rows = cfg.data.rows * cfg.data.seq_len
     if cfg.loss.implementation == "naive":  # those of every head, all there until backward
-        rows *= num_heads_of(stage) + 1
+        rows *= stage.objective.num_heads + 1
     else:
         rows = min(rows, cfg.loss.chunk_size or rows_at_once(output_weight))
     logits = 4 * output_weight.shape[0] * rows
@@ -381,23 +382,18 @@ def _width(tensor: Tensor, cfg: TrainConfig, spread: Spread) -> int:
     return min(size, 2) if spread.deepspeed and halved else size
 
 
-def num_heads_of(stage: Stage) -> int:
-    """Return how many heads a stage's objective has beside the language model."""
-    return cast(Objective, stage.objective).num_heads
-
-
 def _time_micro_batches(stage: Stage, cfg: TrainConfig) -> tuple[list[float], float | None]:
     """Return seconds of some micro-batches, and by how many bytes the first one raised memory."""
     objective, batches = stage.objective, stage.batches
-    before, modes = batches.state_dict(), [(part, part.training) for part in objective.modules()]
+    before = batches.state_dict()
     device = next(objective.parameters()).device
     seconds: list[float] = []
     extra: float | None = None
-    objective.train()
-    with same_random_state():
+    with same_random_state(), undisturbed(objective):
+        objective.train()
         engine = TorchEngine(objective, [dict(group) for group in stage.groups], cfg)
         for number in range(TIMED + 1):
-            (batch,), _ = gather(batches, 1, num_heads_of(stage), device)
+            (batch,), _ = gather(batches, 1, objective.num_heads, device)
             start_bytes = peak_memory(device, reset=True) if not number else 0
             begin = time.perf_counter()
             loss, _ = engine.forward(batch)
@@ -410,8 +406,6 @@ def _time_micro_batches(stage: Stage, cfg: TrainConfig) -> tuple[list[float], fl
                 extra = float(peak_memory(device) - start_bytes)
             engine.close()  # frees the gradients
             del loss
-    for part, mode in modes:
-        part.training = mode
     batches.load_state_dict(before)
     return seconds, extra
 

@@ -13,7 +13,6 @@ so that as many tokens are read as without.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import statistics
 import time
@@ -31,7 +30,7 @@ from transformers import PreTrainedModel
 from specheads.config import ConfigError, TrainConfig
 from specheads.data import teacher_cache
 from specheads.data.chat import Encoded
-from specheads.data.pack import Batch, Mapped, PackedBatches
+from specheads.data.pack import Batch, Mapped, PackedBatches, number_of
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import input_device
 from specheads.models.output import FINAL, OutputLayer, packed_hidden, with_final
@@ -267,7 +266,7 @@ class OnPolicyBatches:
         ids = batch["input_ids"]
         prompts = [ids[p.row, p.start : p.cut].tolist() for p in places]
         limits = [min(self.max_new_tokens, p.stop - p.cut) for p in places]
-        seeds = [_hash(self.seed, dist.rank(), number, i) for i in range(len(places))]
+        seeds = [self._seed(number, i) for i in range(len(places))]
         answers = [
             list(itertools.takewhile(lambda token: token < self.vocab_size, answer))
             for answer in self.generate(prompts, limits, seeds)
@@ -284,8 +283,11 @@ class OnPolicyBatches:
         self.batches.load_state_dict(state["batches"])
         self.taken = int(state["taken"]) // dist.world_size()
 
+    def _seed(self, number: int, i: int) -> int:
+        return number_of(self.seed, dist.rank(), number, i) >> 1
+
     def _places(self, batch: Batch, number: int) -> list[_Place]:
-        generator = torch.Generator().manual_seed(_hash(self.seed, dist.rank(), number, -1))
+        generator = torch.Generator().manual_seed(self._seed(number, -1))
         found = []
         for row, start, stop in _documents(batch):
             learned = (batch["labels"][row, start:stop] != IGNORE).tolist()
@@ -331,9 +333,3 @@ def _laid_out(
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
     new["position_ids"] = places_of - torch.where(begins, places_of, 0).cummax(1).values
     return {**batch, **new}
-
-
-def _hash(*numbers: int) -> int:
-    """Return a number below 2^62 that depends on all of ``numbers``."""
-    text = ":".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 2

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specheads.losses.cross_entropy import linear_cross_entropy
-from specheads.losses.distill import KINDS, SoftLoss, Teacher, linear_soft_loss, log_sums
-from specheads.losses.fused import IGNORE, Output
+from specheads.losses.distill import KINDS, SoftLoss, Teacher, linear_soft_loss
+from specheads.losses.fused import IGNORE, Output, log_sums
 from tests.losses.test_losses import Watch, distance
 
 VOCAB = 37
@@ -486,24 +486,18 @@ def test_misuse_names_both_numbers() -> None:
     """A teacher of another batch or vocabulary would give a loss, only not the right one."""
     p = problem(num_rows=10)
     hidden, weight = p["teacher"].hidden, p["teacher"].output.weight
-    few, pruned = p["weight"][:11], Teacher(hidden, Output(weight), TOKEN_MAP)
+    pruned = Teacher(hidden, Output(weight), TOKEN_MAP)
     biased = Teacher(hidden, Output(weight, torch.ones(1)))
     narrow = Teacher(hidden, Output(weight[:, 1:]))
     for change, options, message in (
         ({}, {"kind": "kl"}, "one of soft, reverse_kl, jsd, tv, lk_alpha, lk_lambda, got 'kl'"),
-        ({}, {"top_k": -1}, "top_k must be at least 0, got -1"),
-        ({}, {"temperature": 0.0}, "temperature must be positive, got 0.0"),
-        ({}, {"eta": 0.0}, "eta must be positive"),
-        ({}, {"jsd_beta": 1.0}, "jsd_beta must be between 0 and 1, got 1.0"),
         ({}, {"kind": "reverse_kl", "top_k": 4}, "top_k must be 0 for reverse_kl"),
-        ({"teacher": pruned, "weight": few}, {"compare": True}, "compare is not"),
         ({"teacher": Teacher(hidden[:9], Output(weight))}, {}, "teacher has 9 rows, hidden has 10"),
         ({"teacher": narrow}, {}, r"\(10, 8\) and weight \(37, 7\)"),
         ({"teacher": Teacher(hidden, Output(weight[1:]))}, {}, "the teacher's 36: token_map is"),
         ({"teacher": biased}, {}, r"teacher's bias has shape \(1,\)"),
         ({"teacher": pruned}, {}, r"token_map has shape \(11,\), weight has 37"),
         ({"labels": p["labels"][:4]}, {}, r"labels has shape \(4, 2\)"),
-        ({}, {"chunk_size": -1}, "chunk_size must be at least 0"),
     ):
         with pytest.raises(ValueError, match=message):
             soft_loss({**p, **change}, **{"kind": "soft", **options})
