@@ -144,6 +144,11 @@ class BlockHeads(TappedHeads):
         "num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head", "num_kept",
         "markov_rank", "form",
     )  # fmt: skip
+    stored: ClassVar[tuple[str, ...]] = (
+        "num_heads", "num_layers", "lm_head", "num_kept", "correction", "markov_rank",
+        "hidden_size", "vocab_size", "form",
+    )  # fmt: skip
+    form_class = BlockForm
     tensor_prefix: ClassVar[str] = "block."
     kind = "block"
     condition, joined = False, False
@@ -220,31 +225,9 @@ class BlockHeads(TappedHeads):
         found.start_from(base)
         return found
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> BlockHeads:
-        """Build the heads that an export's config.json describes.
-
-        Raises:
-            ValueError: if there are no such heads.
-        """
-        form = BlockForm.stored(config["form"])
-        sizes = {key: config[key] for key in cls.config_keys if key != "form"}
-        return cls(**sizes, form=form)
-
     def to_config(self) -> dict[str, Any]:
         """Return what :meth:`from_config` builds the same heads from, as JSON."""
-        return {
-            "kind": self.kind,
-            "num_heads": self.num_heads,
-            "num_layers": self.num_inner,
-            "lm_head": self.lm_head,
-            "num_kept": 0 if self.token_map is None else self.num_outputs,
-            "correction": "markov" if self.markov_rank else "none",
-            "markov_rank": self.markov_rank,
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            "form": self.form.to_json(),
-        }
+        return super().to_config() | {"num_layers": self.num_inner}
 
     def contextual(
         self,

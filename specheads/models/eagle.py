@@ -88,6 +88,7 @@ class EagleHeads(TappedHeads):
     config_keys: ClassVar[tuple[str, ...]] = (
         "num_heads", "hidden_size", "vocab_size", "lm_head", "num_kept", "form",
     )  # fmt: skip
+    form_class = EagleForm
     tensor_prefix: ClassVar[str] = "eagle3."
     kind = "eagle3"
     sequential = walks_text = True
@@ -125,28 +126,6 @@ class EagleHeads(TappedHeads):
         found = cls(settings.num_heads, hidden_size, vocab_size, settings.lm_head, form, kept)
         found.start_from(base)
         return found
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> EagleHeads:
-        """Build the heads that an export's config.json describes.
-
-        Raises:
-            ValueError: if there are no such heads.
-        """
-        sizes = {key: config[key] for key in cls.config_keys if key != "form"}
-        return cls(**sizes, form=EagleForm.stored(config["form"]))
-
-    def to_config(self) -> dict[str, Any]:
-        """Return what :meth:`from_config` builds the same heads from, as JSON."""
-        return {
-            "kind": self.kind,
-            "num_heads": self.num_heads,
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            "lm_head": self.lm_head,
-            "num_kept": 0 if self.token_map is None else self.num_outputs,
-            "form": self.form.to_json(),
-        }
 
     def joined(self, hidden: Tensor) -> Tensor:
         """Return the states g [..., d] of what the base said at the taps, [..., n * d]."""

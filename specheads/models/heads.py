@@ -98,6 +98,10 @@ class MedusaHeads(nn.Module, Heads):
     """
 
     config_keys: ClassVar[tuple[str, ...]] = _SIZES
+    stored: ClassVar[tuple[str, ...]] = (
+        "num_heads", "num_layers", "lm_head", "rank", "num_kept", "correction", "markov_rank",
+        "prefix_layer", "prefix", "hidden_size", "vocab_size",
+    )  # fmt: skip
     compressible: ClassVar[bool] = True
     for_draft_model: ClassVar[bool] = True
     taps = (FINAL,)
@@ -158,6 +162,7 @@ class MedusaHeads(nn.Module, Heads):
             MedusaHead(num_layers, hidden_size, own_matrix(), correction(), reader(i + 1))
             for i in range(num_heads)
         )
+        self.prefix_layer = bool(prefix)
         self.prefix = PrefixLayer(prefix) if prefix else None
 
     @classmethod
@@ -196,21 +201,9 @@ class MedusaHeads(nn.Module, Heads):
 
     def to_config(self) -> dict[str, Any]:
         """Return what :meth:`from_config` builds the same heads from, as JSON."""
-        return {
-            "kind": self.kind,
-            "num_heads": self.num_heads,
-            "num_layers": self.num_layers,
-            "lm_head": self.lm_head,
-            "rank": self.rank,
-            "num_kept": 0 if self.token_map is None else self.num_outputs,
-            "correction": "markov" if self.markov_rank else "none",
-            "markov_rank": self.markov_rank,
-            "prefix_layer": self.prefix is not None,
-            "prefix": None if self.prefix is None else self.prefix.sizes,
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            **({"joined": True} if self.joined else {}),
-        }
+        prefix = None if self.prefix is None else self.prefix.sizes
+        joined = {"joined": True} if self.joined else {}
+        return super().to_config() | {"prefix": prefix} | joined
 
     def make_tables(self) -> None:
         """Compute the prefix layer's rotary table, which no file holds."""

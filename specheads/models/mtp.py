@@ -169,6 +169,7 @@ class MtpHeads(nn.Module, Heads):
 
     kind = "mtp"
     config_keys: ClassVar[tuple[str, ...]] = (*_KEYS[:3], *_KEYS[4:])  # hidden_first may be missing
+    stored: ClassVar[tuple[str, ...]] = _KEYS
     unseen_settings: ClassVar[tuple[str, ...]] = ("variant", "hidden_first")
     tensor_prefix: ClassVar[str] = "mtp."
     token_map = None
@@ -253,10 +254,6 @@ class MtpHeads(nn.Module, Heads):
                 f"block.hidden_size is {heads.hidden_size}, hidden_size {config['hidden_size']}"
             )
         return heads
-
-    def to_config(self) -> dict[str, Any]:
-        """Return what :meth:`from_config` builds the same heads from, as JSON."""
-        return {"kind": self.kind, **{key: getattr(self, key) for key in _KEYS}}
 
     def make_tables(self) -> None:
         """Compute the rotary table, which no file holds."""

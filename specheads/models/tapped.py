@@ -233,6 +233,7 @@ class TappedHeads(nn.Module, Heads):
     """
 
     unseen_settings: ClassVar[tuple[str, ...]] = ("form",)
+    form_class: ClassVar[type[TappedForm]]
     needs_embedding, one_matrix = True, True
     num_layers = 0  # all run before a head is asked
     token_map: Tensor | None  # a buffer
@@ -265,11 +266,24 @@ class TappedHeads(nn.Module, Heads):
         self.register_buffer("token_map", torch.arange(num_kept) if pruned else None)
         self.fc = nn.Linear(len(form.taps) * hidden_size, hidden_size, bias=False)
         self.norm = Norm(hidden_size, eps=form.rms_norm_eps)
-        own = {} if "shared" in lm_head else {"lm_head": (hidden_size, self.num_outputs)}
-        self.output = nn.ModuleDict(
-            {name: nn.Linear(*size, bias=False) for name, size in own.items()}
-        )
+        self.output = nn.ModuleDict()
+        if "shared" not in lm_head:
+            self.output["lm_head"] = nn.Linear(hidden_size, self.num_outputs, bias=False)
         self._product = KeptProduct()
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Build the heads that an export's config.json describes.
+
+        Raises:
+            ValueError: if there are no such heads.
+        """
+        sizes = {key: config[key] for key in cls.config_keys if key != "form"}
+        return cls(**sizes, form=cls.form_class.stored(config["form"]))
+
+    def to_config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` builds the same heads from, as JSON."""
+        return super().to_config() | {"form": self.form.to_json()}
 
     @torch.no_grad()
     def start_from(self, base: PreTrainedModel) -> None:
