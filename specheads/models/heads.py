@@ -20,7 +20,7 @@ are pruned), B rows, n nodes of a level, D heads in use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -55,28 +55,6 @@ MAX_TABLE = 1 << 23  # numbers in the tables of one kind; beyond, products are c
 _SIZES = ("num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head")
 
 
-class Form(TypedDict, total=False):
-    """What some Medusa heads have, and others have not.
-
-    Attributes:
-        rank: low_rank: the inner size.
-        num_kept: pruned, shared_pruned: V', the number of tokens (choose them with
-            ``init_from_output``).
-        markov_rank: inner size of the bias from the token drafted before; 0 for none.
-        condition: read the tokens drafted before (Hydra).
-        joined: read them as published Hydra heads do, side by side with the hidden state; only with
-            ``condition``.
-        prefix: sizes of one attention layer in front of all heads, see :class:`PrefixLayer`.
-    """
-
-    rank: int
-    num_kept: int
-    markov_rank: int
-    condition: bool
-    joined: bool
-    prefix: dict[str, Any] | None
-
-
 class MedusaHeads(nn.Module, Heads):
     """K Medusa or Hydra heads; their contract is :class:`specheads.models.kinds.Heads`.
 
@@ -88,7 +66,14 @@ class MedusaHeads(nn.Module, Heads):
         lm_head: ``own``, one matrix per head (fill it with ``init_from_output``); ``shared``, the
             base's; ``low_rank``, one ``up @ down`` per head; ``pruned``, own ones for some tokens;
             ``shared_pruned``, the base's rows of some tokens, of which only the map is stored.
-        **form: see :class:`Form`.
+        rank: low_rank: the inner size.
+        num_kept: pruned, shared_pruned: V', the number of tokens (choose them with
+            ``init_from_output``).
+        markov_rank: inner size of the bias from the token drafted before; 0 for none.
+        condition: read the tokens drafted before (Hydra).
+        joined: read them as published Hydra heads do, side by side with the hidden state; only with
+            ``condition``.
+        prefix: sizes of one attention layer in front of all heads, see :class:`PrefixLayer`.
 
     Attributes:
         token_map: [V'] token ids that the heads can guess; None for all.
@@ -114,12 +99,15 @@ class MedusaHeads(nn.Module, Heads):
         hidden_size: int,
         vocab_size: int,
         lm_head: str = "own",
-        **form: Unpack[Form],
+        *,
+        rank: int = 0,
+        num_kept: int = 0,
+        markov_rank: int = 0,
+        condition: bool = False,
+        joined: bool = False,
+        prefix: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        rank, num_kept = form.get("rank", 0), form.get("num_kept", 0)
-        markov_rank, prefix = form.get("markov_rank", 0), form.get("prefix")
-        condition, joined = form.get("condition", False), form.get("joined", False)
         most = min(hidden_size, vocab_size)
         low_rank, pruned = lm_head == "low_rank", lm_head in ("pruned", "shared_pruned")
         shared = lm_head in ("shared", "shared_pruned")
@@ -146,9 +134,7 @@ class MedusaHeads(nn.Module, Heads):
         def own_matrix() -> nn.Linear | LowRank | None:
             if low_rank:
                 return LowRank(vocab_size, rank, hidden_size)
-            if shared:
-                return None
-            return nn.Linear(hidden_size, self.num_outputs, bias=False)
+            return None if shared else nn.Linear(hidden_size, self.num_outputs, bias=False)
 
         def reader(num_tokens: int) -> ZeroLinear | Joined | None:
             if joined:
@@ -195,7 +181,7 @@ class MedusaHeads(nn.Module, Heads):
         Raises:
             ValueError: if there are no such heads.
         """
-        known = (*_SIZES, *Form.__annotations__)
+        known = (*_SIZES, "rank", "num_kept", "markov_rank", "joined", "prefix")
         sizes = {key: config[key] for key in known if key in config}
         return cls(**sizes, condition=config["kind"] == "hydra")
 
@@ -258,8 +244,7 @@ class MedusaHeads(nn.Module, Heads):
                 head.get_parameter("lm_head.up.weight").copy_(up)
                 head.get_parameter("lm_head.down.weight").copy_(down)
             elif head.lm_head is not None:
-                own = weight if self.token_map is None else weight[self.token_map.to(weight.device)]
-                head.get_parameter("lm_head.weight").copy_(own)
+                head.get_parameter("lm_head.weight").copy_(self.guessed_rows(weight))
 
     def contextual(
         self,
@@ -319,9 +304,7 @@ class MedusaHeads(nn.Module, Heads):
         Some of them are a copy, through which gradients go. Decoding makes one for a text, never
         for a step (9 MB of 8,192 rows of 576 in bfloat16): so no copy of other weights is used.
         """
-        if self.lm_head != "shared_pruned" or self.token_map is None:
-            return base_weight
-        return base_weight[self.token_map.to(base_weight.device)]
+        return self.guessed_rows(base_weight) if self.lm_head == "shared_pruned" else base_weight
 
     def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
         """Return a function that returns how the heads, as they are then, begin a step.

@@ -250,11 +250,13 @@ class Heads(Protocol):
             raise ValueError("these heads read tokens through embed, which is None")
         return embed
 
+    def guessed_rows(self, of: Tensor) -> Tensor:
+        """Return those of a tensor [V, ...] that are of the V' tokens; no copy if that is all."""
+        return of if self.token_map is None else of[self.token_map.to(of.device)]
+
     def output_bias(self, bias: Tensor | None) -> Tensor | None:
         """Return the entries [V'] of the base's output bias [V] that the heads use."""
-        if bias is None or self.token_map is None:
-            return bias
-        return bias[self.token_map.to(bias.device)]
+        return None if bias is None else self.guessed_rows(bias)
 
     def map_labels(self, labels: Tensor) -> Tensor:
         """Return the places of token ids among the V'; IGNORE for those that cannot be guessed."""

@@ -301,7 +301,7 @@ class TappedHeads(nn.Module, Heads):
         if self.token_map is not None and kept is not None:
             self.token_map.copy_(kept.unique())
         for matrix in self.output.values():
-            cast(nn.Linear, matrix).weight.copy_(self.shared_rows(weight, base=True))
+            cast(nn.Linear, matrix).weight.copy_(self.guessed_rows(weight))
 
     def make_tables(self) -> None:
         """Do nothing: rotary tables are made where they are used."""
@@ -316,13 +316,11 @@ class TappedHeads(nn.Module, Heads):
         """Return the matrix [V', d_i], the same of all heads."""
         return self.shared_rows(base_weight)
 
-    def shared_rows(self, base_weight: Tensor, *, base: bool = False) -> Tensor:
-        """Return the matrix [V', d]; with ``base`` always the base's rows."""
-        for matrix in () if base else self.output.values():
+    def shared_rows(self, base_weight: Tensor) -> Tensor:
+        """Return the matrix [V', d], the heads' own or the base's rows."""
+        for matrix in self.output.values():
             return cast(Tensor, matrix.weight)
-        if self.token_map is None:
-            return base_weight
-        return base_weight[self.token_map.to(base_weight.device)]
+        return self.guessed_rows(base_weight)
 
     @torch.no_grad()
     def own_products(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
