@@ -32,19 +32,18 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import Embed
 from specheads.models.blocks import Markov, ZeroLinear, normalised
-from specheads.models.head_cache import Slots, rotated
+from specheads.models.head_cache import RowCache, Slots, last_places, rotated, rows_at
 from specheads.models.heads import Steps
 from specheads.models.kinds import Begin
 from specheads.models.output import OutputLayer, num_layers
 from specheads.models.packed import product
-from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, rows_at
+from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, attended
 from specheads.system.errors import at_least, check, one_of
 
 FORMS = ("joined", "published")
@@ -113,11 +112,7 @@ class BlockLayer(TappedLayer):
         """
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            keys, values = join(keys, values)
-            grouped = queries.shape[1] != keys.shape[1]
-            return F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, enable_gqa=grouped
-            )
+            return attended(queries, *join(keys, values), mask)
 
         return self.run(x, self.input_layernorm(x), waves, attend)
 
@@ -363,26 +358,22 @@ class BlockHeads(TappedHeads):
         ]
         slots = Slots(self.num_inner, self._table)
         made = product(torch.cat(parts))
-        return BlockCache(self, self.required(embed), made, slots, (0,) * num_rows)
+        return BlockCache(slots, (0,) * num_rows, self, self.required(embed), made)
 
 
 @dataclass(frozen=True)
-class BlockCache:
-    """Keys and values of the rows' texts in all layers.
+class BlockCache(RowCache):
+    """Keys, rotated, and values of the rows' texts, per layer [B, H, C, h].
 
     Attributes:
         heads: whose.
         embed: the base's input embedding.
         product: makes keys of all layers, then values, [..., 2 * L * H * h], of states [..., d].
-        slots: keys, rotated, and values per layer, [B, H, C, h].
-        lengths: per row the positions read.
     """
 
     heads: BlockHeads
     embed: Embed
     product: Callable[[Tensor], Tensor]
-    slots: Slots
-    lengths: tuple[int, ...]
 
     @torch.no_grad()
     def append(
@@ -414,8 +405,7 @@ class BlockCache:
         ):  # fmt: skip
             normed = cast(BlockLayer, layer).self_attn["k_norm"](k)
             cache.update(rotated(normed, waves[:, :, None]), v)
-        lengths = tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
-        last = torch.tensor([max(count, 1) - 1 for count in counts], device=device)[:, None]
+        lengths, last = self.grown(counts), last_places(counts, device)
         roots = tokens.gather(1, last)  # [B, 1]
         x = heads.start(rows_at(tapped, last), roots, self.embed)[:, 0]  # [B, S, d]
         seen = self.slots.reserve(lengths, heads.num_slots)
@@ -431,11 +421,6 @@ class BlockCache:
         for layer, cache in zip(heads.layers, self.slots.layers, strict=True):
             x = layer(x, waves, cache.update, mask)  # until something is written over them
         return replace(self, lengths=lengths), heads.finished(x[:, None])[:, :, 0]
-
-    def select(self, rows: Tensor) -> BlockCache:
-        """Keep the rows ``rows`` [R] (long), in that order."""
-        lengths = tuple(self.lengths[row] for row in rows.tolist())
-        return replace(self, slots=self.slots.select(rows), lengths=lengths)
 
 
 def _behind(text: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

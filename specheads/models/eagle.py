@@ -22,15 +22,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specheads.models.base import Embed
-from specheads.models.head_cache import Slots
+from specheads.models.head_cache import RootCache, Slots, last_places, rows_at
 from specheads.models.kinds import Begin
 from specheads.models.output import OutputLayer, num_layers
-from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, rows_at
+from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, attended
 from specheads.system.errors import check
 
 _TOGETHER = 64  # anchors that attend in one call: more would mask away what they compute
@@ -227,8 +226,8 @@ class EagleHeads(TappedHeads):
         weight = self.fc.weight
         ends = torch.zeros(num_rows, dtype=torch.long, device=weight.device)
         root = weight.new_zeros(num_rows, self.hidden_size)
-        slots = Slots(1, self._table)
-        return EagleCache(self, self.required(embed), slots, (0,) * num_rows, ends, root)
+        slots, embed = Slots(1, self._table), self.required(embed)
+        return EagleCache(slots, (0,) * num_rows, embed, ends, root, self)
 
 
 def _attend_chains(
@@ -254,7 +253,7 @@ def _attend_chains(
     """
     if own:
         chain.append((keys, values))
-    grouped, found = queries.shape[1] != keys.shape[1], []
+    found = []
     for first in range(0, queries.shape[2], _TOGETHER):
         some = slice(first, first + _TOGETHER)
         visible = seen[:, some]
@@ -264,32 +263,21 @@ def _attend_chains(
         mask = torch.cat([visible[..., :end], itself.expand(len(visible), -1, -1)], dim=2)
         parts = [[each[i][:, :, some] for each in chain] for i in range(2)]
         k, v = (torch.cat([text[i][:, :, :end], *parts[i]], dim=2) for i in range(2))
-        asked = queries[:, :, some]
-        found.append(
-            F.scaled_dot_product_attention(asked, k, v, attn_mask=mask[:, None], enable_gqa=grouped)
-        )
+        found.append(attended(queries[:, :, some], k, v, mask[:, None]))
     return torch.cat(found, dim=2)
 
 
 @dataclass(frozen=True)
-class EagleCache:
+class EagleCache(RootCache):
     """What the layer remembers of every row's text, as it is after :meth:`append`.
+
+    Keys, rotated, and values are [B, H, L, h]; the root [B, d] is before the last norm.
 
     Attributes:
         heads: whose.
-        embed: the base's input embedding.
-        slots: keys, rotated, and values, [B, H, L, h]; slots behind a row's length hold nothing.
-        lengths: per row the positions read.
-        ends: the same, [B] long where the heads lie.
-        root: [B, d], what the layer made of the last position, before the last norm.
     """
 
     heads: EagleHeads
-    embed: Embed
-    slots: Slots
-    lengths: tuple[int, ...]
-    ends: Tensor
-    root: Tensor
 
     def append(
         self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
@@ -305,8 +293,8 @@ class EagleCache:
         Returns:
             The cache with them, and what the layer made of each row's last position, [B, d].
         """
-        last = torch.tensor([max(count, 1) - 1 for count in counts], device=self.ends.device)
-        cache, made = self._read(hidden, counts, tokens, last[:, None])
+        last = last_places(counts, self.ends.device)
+        cache, made = self._read(hidden, counts, tokens, last)
         root = made[:, 0]
         if min(counts) == 0:
             read = torch.tensor(counts, device=root.device)[:, None] > 0
@@ -319,8 +307,8 @@ class EagleCache:
         """Do what :meth:`append` does; return what the layer made everywhere, [B, T, d]."""
         every = torch.arange(tokens.shape[1], device=self.ends.device).expand_as(tokens)
         cache, made = self._read(hidden, counts, tokens, every)
-        last = torch.tensor([max(count, 1) - 1 for count in counts], device=self.ends.device)
-        return replace(cache, root=rows_at(made, last[:, None])[:, 0]), made
+        last = last_places(counts, self.ends.device)
+        return replace(cache, root=rows_at(made, last)[:, 0]), made
 
     @torch.no_grad()
     def _read(
@@ -337,31 +325,12 @@ class EagleCache:
         mask = (torch.arange(seen, device=at.device) <= at[..., None])[:, None]
 
         def attend(queries: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
-            return _attend(queries, keys, values, mask)
+            return attended(queries, keys, values, mask)
 
         made = layer.run(rows_at(stream, asked), rows_at(side, asked), table[:, at], attend)
         made = heads.made(made)
-        lengths = tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
         ends = self.ends + torch.tensor(counts, device=self.ends.device)
-        return replace(self, lengths=lengths, ends=ends), made
-
-    def select(self, rows: Tensor) -> EagleCache:
-        """Keep the rows ``rows`` [R] (long), in that order."""
-        here = rows.to(self.ends.device)
-        slots, lengths = self.slots.select(here), tuple(self.lengths[row] for row in rows.tolist())
-        ends, root = self.ends[here], self.root[here]
-        return replace(self, slots=slots, lengths=lengths, ends=ends, root=root)
-
-    def as_it_was(self, lengths: Sequence[int], every: Tensor) -> EagleCache:
-        """Return this cache of one row as it was when the root stood elsewhere, one row for each.
-
-        Args:
-            lengths: of the rows to come, how many positions were read.
-            every: [1, T, d], what the layer made of them, as :meth:`read` returned it.
-        """
-        ends = torch.tensor(lengths, device=self.ends.device)
-        cache = self.select(torch.zeros_like(ends))
-        return replace(cache, lengths=tuple(lengths), ends=ends, root=every[0, ends - 1])
+        return replace(self, lengths=self.grown(counts), ends=ends), made
 
 
 class EagleWalk:
@@ -426,12 +395,7 @@ class EagleWalk:
         layer, cache = heads.layer, memory.slots.layers[0]
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return _attend(queries, *cache.update(keys, values), mask)
+            return attended(queries, *cache.update(keys, values), mask)
 
         made = layer.run(x, side, memory.slots.waves[:, places], attend)
         self._made = heads.made(made)
-
-
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    grouped = queries.shape[1] != keys.shape[1]
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)

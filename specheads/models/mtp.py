@@ -30,13 +30,14 @@ from specheads.models.head_cache import (
     WINDOWED,
     Groups,
     LayerCache,
+    Slots,
     attention_of,
     odd_numbers,
     odd_part,
 )
 from specheads.models.kinds import Begin, Heads
 from specheads.models.manifest import one_line
-from specheads.models.mtp_walk import MtpWalk, TextCache, empty_texts
+from specheads.models.mtp_walk import MtpWalk, TextCache
 from specheads.models.output import FINAL, TRUNK, OutputLayer, final_norm, last_layer
 from specheads.system.errors import check, one_of
 
@@ -421,7 +422,13 @@ class MtpHeads(nn.Module, Heads):
         if self.sequential:
             weight, embed = next(self.parameters()), self.required(embed)
             root = weight.new_zeros(self.num_heads, num_rows, self.hidden_size)
-            return empty_texts(self.attend, self.waves, embed, self._window(), root)
+            ends = torch.zeros(num_rows, dtype=torch.long, device=root.device)
+
+            def table(capacity: int) -> Any:
+                return self.waves(root, torch.arange(capacity, device=root.device)[None])
+
+            slots, lengths = Slots(self.num_heads, table), (0,) * num_rows
+            return TextCache(slots, lengths, embed, ends, root, self.attend, self._window())
         layers = [(each.block, each.norm) for each in map(self.layer, range(self.num_heads))]
         groups: Groups = [layers] if self.variant == "parallel" else [[each] for each in layers]
         window = attention_of(self.config)[1]

@@ -333,6 +333,7 @@ class TappedHeads(nn.Module, Heads):
         return self.form.waves(torch.arange(capacity, device=self.fc.weight.device))
 
 
-def rows_at(states: Tensor, places: Tensor) -> Tensor:
-    """Return states [B, A, ...] at places [B, A] of states [B, T, ...]."""
-    return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))
+def attended(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Return what queries [B, G * H, Q, h] read of keys and values [B, H, L, h] under a mask."""
+    grouped = queries.shape[1] != keys.shape[1]
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)
