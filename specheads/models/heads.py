@@ -382,17 +382,18 @@ class Steps:
         if heads.condition:
             heads.required(embed)
         self.heads, self.output, self.embed, self.depth = heads, output, embed, depth
+        parts = [heads.head(i) for i in range(depth)]
+        # of what tables are made; joined heads have none, as what a token adds there depends on the
+        # hidden state beside it
+        fits = heads.vocab_size * heads.hidden_size * depth * (depth + 1) // 2 <= MAX_TABLE
+        self._conditions = [x.condition for x in parts if x.condition is not None and fits]
+        fits = heads.vocab_size * heads.num_outputs * depth <= MAX_TABLE
+        self._markov = [x.markov for x in parts if x.markov is not None and fits]
         # what each token adds, for all tokens of the vocabulary: per place j of a path
         # [V, (D - j) * d] to the inputs of heads j, ...; and per head [V, V'] to its logits
         self.conditions: list[Tensor] = []
         self.biases: list[Tensor] = []
         self._sources: list[Tensor] = []  # what the tables were made of
-        width = heads.hidden_size
-        size = heads.vocab_size * width * depth * (depth + 1) // 2
-        # joined heads have no table: what a token adds depends on the hidden state beside it
-        self._tabulates_conditions = heads.condition and not heads.joined and size <= MAX_TABLE
-        size = heads.vocab_size * heads.num_outputs * depth
-        self._tabulates_biases = heads.markov_rank > 0 and size <= MAX_TABLE
         self.offset: Tensor | None = None  # [D * d], the conditions' own biases
         self.products: Callable[[Tensor], Tensor] | None = None
         self.rows: Tensor | None = None  # of the base's output matrix, where heads share them
@@ -402,17 +403,13 @@ class Steps:
         """Take the weights as they are now, and return :meth:`begin`."""
         if self.heads.condition:  # the products of others hold them
             self.rows = self.heads.shared_rows(self.output.weight)
-        parts = [self.heads.head(i) for i in range(self.depth)]
-        conditions = [part.condition for part in parts if part.condition is not None]
-        conditions *= self._tabulates_conditions
-        markov = [part.markov for part in parts if part.markov is not None] * self._tabulates_biases
+        conditions, markov = self._conditions, self._markov
         sources = [each.weight for each in conditions]
         sources += [weight for each in markov for weight in (each.down.weight, each.up.weight)]
         ids = torch.arange(self.heads.vocab_size, device=self.output.weight.device)
         if conditions:
             sources.append(self.heads.embedded(ids, self.embed))  # not joined: they have no table
-            offset = torch.cat([each.bias for each in conditions])
-            self.offset = _wide(offset)
+            self.offset = _wide(torch.cat([each.bias for each in conditions]))
         elif not self.heads.condition:
             self.products = self.heads.own_products(self.output)
         # training writes weights in ways that no version counter sees, so that they are compared
