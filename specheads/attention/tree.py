@@ -83,9 +83,12 @@ class Tree:
         return Tree(tuple(sorted(paths, key=lambda choice: (len(choice), choice))))
 
     @staticmethod
+    @lru_cache(maxsize=256)
     def chain(depth: int) -> Tree:
         """Return the tree that is a single line of ``depth`` guesses; depth 0 is the root alone."""
-        return _chain(depth)
+        if depth < 0:
+            raise ValueError(f"depth must be at least 0, got {depth}")
+        return Tree(tuple((0,) * d for d in range(1, depth + 1)))
 
     @property
     def num_nodes(self) -> int:
@@ -181,13 +184,6 @@ def _row_trees(parents: tuple[tuple[int, ...], ...], max_depth: int) -> RowTrees
 def batched(tree: Tree | RowTrees, tensor: Tensor) -> Tensor:
     """Return one of ``tree``'s tensors with a batch dimension: B, or 1 where rows share a tree."""
     return tensor[None] if isinstance(tree, Tree) else tensor
-
-
-@lru_cache(maxsize=256)
-def _chain(depth: int) -> Tree:
-    if depth < 0:
-        raise ValueError(f"depth must be at least 0, got {depth}")
-    return Tree(tuple((0,) * d for d in range(1, depth + 1)))
 
 
 @lru_cache(maxsize=256)

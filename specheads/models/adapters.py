@@ -136,8 +136,7 @@ def original(base: PreTrainedModel) -> Iterator[None]:
         for layer, disabled in zip(layers, before, strict=True):
             layer.enable_adapters(not disabled)
         for parameter, value in wanted:
-            if parameter.requires_grad != value:
-                parameter.requires_grad_(value)
+            parameter.requires_grad_(value)
 
 
 def merges(base: PreTrainedModel, merge: str) -> bool:

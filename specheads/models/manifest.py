@@ -271,20 +271,13 @@ def _depth(content: Any) -> int:
 
 def write_json(file: Path, content: dict[str, Any], *, strict: bool = True) -> None:
     """Write a JSON object and flush it to the disk; ``strict``: NaN and infinities as null."""
+    if strict:  # a figure that could not be measured must not keep the rest from being written
+        content = json.loads(json.dumps(content), parse_constant=lambda name: None)
     with file.open("w", encoding="utf-8") as out:
-        json.dump(_finite(content) if strict else content, out, indent=2, ensure_ascii=False)
+        json.dump(content, out, indent=2, ensure_ascii=False)
         out.write("\n")
         out.flush()
         os.fsync(out.fileno())
-
-
-def _finite(content: Any) -> Any:
-    # a figure that could not be measured must not keep what was trained from being written
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 # as safetensors calls them
