@@ -130,15 +130,9 @@ def load_base_model(
     model, report = loaded
     assert isinstance(model, PreTrainedModel)
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
-    problems = {
-        "missing": report["missing_keys"],
-        "of another shape": mismatched,
-        "of no use": [
-            key
-            for key in report["unexpected_keys"]
-            if ours or (beside is not None and not key.startswith(beside))
-        ],
-    }
+    unused = [key for key in report["unexpected_keys"] if ours or not key.startswith(beside or "")]
+    missing = report["missing_keys"]
+    problems = {"missing": missing, "of another shape": mismatched, "of no use": unused}
     for problem, keys in problems.items():
         if names := sorted(map(str, keys)):  # filled with random numbers, and a log line
             raise ConfigError(
