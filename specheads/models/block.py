@@ -309,8 +309,7 @@ class BlockHeads(TappedHeads):
 
     def finished(self, x: Tensor) -> Tensor:
         """Return what the heads make of slots [B, a, S, d] behind the last layer, [K, B, a, d]."""
-        found: Tensor = self.norm(x[..., self.first :, :])
-        return found.movedim(-2, 0)
+        return self.norm(x[..., self.first :, :]).movedim(-2, 0)
 
     def features(
         self, i: int, hidden: Tensor, tokens: Tensor | None = None, embed: Embed | None = None

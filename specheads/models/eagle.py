@@ -134,8 +134,7 @@ class EagleHeads(TappedHeads):
         if len(self.fc_norm):
             parts = hidden.chunk(len(self.fc_norm), dim=-1)
             hidden = torch.cat([norm(x) for norm, x in zip(self.fc_norm, parts, strict=True)], -1)
-        found: Tensor = self.fc(hidden)
-        return found
+        return self.fc(hidden)
 
     def read(self, states: Tensor, tokens: Tensor, embed: Embed | None) -> tuple[Tensor, Tensor]:
         """Return the residual stream [..., d], and what the attention reads, [..., 2 * d].
@@ -153,13 +152,11 @@ class EagleHeads(TappedHeads):
 
     def made(self, x: Tensor) -> Tensor:
         """Return the next state, of what the layer made, [..., d]."""
-        found: Tensor = self.norm(x) if self.form.norm_output else x
-        return found
+        return self.norm(x) if self.form.norm_output else x
 
     def finished(self, state: Tensor) -> Tensor:
         """Return what the output matrix reads of a state that the layer made, [..., d]."""
-        found: Tensor = state if self.form.norm_output else self.norm(state)
-        return found
+        return state if self.form.norm_output else self.norm(state)
 
     def contextual(
         self,

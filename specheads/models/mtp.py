@@ -73,9 +73,7 @@ def config_from_json(values: dict[str, Any]) -> PreTrainedConfig:
     kind = values.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"block.model_type is {kind!r}, which transformers does not know")
-    found = CONFIG_MAPPING[kind](**values)
-    assert isinstance(found, PreTrainedConfig)
-    return found
+    return CONFIG_MAPPING[kind](**values)
 
 
 def decoder_like(config: PreTrainedConfig) -> Any:
@@ -122,8 +120,7 @@ class MtpLayer(nn.Module):
     ) -> None:
         super().__init__()
         width, epsilon = config.hidden_size, getattr(config, "rms_norm_eps", None)
-        kind: Any = type(like.norm)
-        norm = partial(kind, width, **({"eps": epsilon} if epsilon else {}))
+        norm = partial(type(like.norm), width, **({"eps": epsilon} if epsilon else {}))
         self.block = type(like.layers[-1])(config, 0)
         self.norm = norm()
         self.enorm = norm() if sequential else None

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -192,9 +192,7 @@ class OutputLayer:
     @property
     def weight(self) -> Tensor:
         """The output matrix [V, d]."""
-        weight = self.module.weight
-        assert isinstance(weight, Tensor)
-        return weight
+        return cast(Tensor, self.module.weight)
 
     @property
     def bias(self) -> Tensor | None:

@@ -201,10 +201,7 @@ class TappedLayer(nn.Module):
         read = attend(self._turned("q", states, waves), *self.keys(states, waves))
         x = x + self.self_attn["o_proj"](read.transpose(1, 2).flatten(2))
         normed, mlp = self.post_attention_layernorm(x), self.mlp
-        found: Tensor = x + mlp["down_proj"](
-            F.silu(mlp["gate_proj"](normed)) * mlp["up_proj"](normed)
-        )
-        return found
+        return x + mlp["down_proj"](F.silu(mlp["gate_proj"](normed)) * mlp["up_proj"](normed))
 
     def _turned(self, name: str, states: Tensor, waves: Tensor) -> Tensor:
         made = self._split(self.self_attn[f"{name}_proj"](states))
