@@ -32,6 +32,7 @@ from specheads.models.output import OutputLayer, num_layers
 from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, attended
 from specheads.system.errors import check
 
+Pair = tuple[Tensor, Tensor]  # keys and values
 _TOGETHER = 64  # anchors that attend in one call: more would mask away what they compute
 
 
@@ -191,14 +192,19 @@ class EagleHeads(TappedHeads):
         seen = (every <= at[..., None]) & (documents[:, None] == documents.gather(1, at)[..., None])
         state = x = rows_at(stream, at)
         side = rows_at(side, at)
-        chain: list[tuple[Tensor, Tensor]] = []
+        chain: list[Pair] = []
         found: list[Tensor] = []
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            if found:  # those of the first step are part of the text
+                chain.append((keys, values))
+            return _attend_chains(queries, text, seen, chain)
+
         for step in range(self.num_heads):
             if step:
                 ahead = tokens.gather(1, (at + 1 + step).clamp(max=num_tokens - 1))
                 x, side = self.read(state, ahead, embed)
             waves = table[:, position_ids.gather(1, at) + step]
-            attend = partial(_attend_chains, text, seen, chain, own=step > 0)
             state = self.made(self.layer.run(x, side, waves, attend))
             found.append(self.finished(state))
         return torch.stack(found)
@@ -213,7 +219,7 @@ class EagleHeads(TappedHeads):
             def logits(state: Tensor) -> Tensor:
                 return self.finish(products(self.finished(state)), output)
 
-            return partial(EagleWalk, self, logits)
+            return partial(EagleWalk, logits)
 
         return begin
 
@@ -227,29 +233,15 @@ class EagleHeads(TappedHeads):
         return EagleCache(slots, (0,) * num_rows, embed, ends, root, self)
 
 
-def _attend_chains(
-    text: tuple[Tensor, Tensor],
-    seen: Tensor,
-    chain: list[tuple[Tensor, Tensor]],
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    own: bool,
-) -> Tensor:
-    """Return what the queries of anchors [B, G * H, A, h] read of the text and of their chains.
+def _attend_chains(queries: Tensor, text: Pair, seen: Tensor, chain: list[Pair]) -> Tensor:
+    """Return what the queries of anchors read of the text and of their chains, [B, G * H, A, h].
 
     Args:
+        queries: [B, G * H, A, h], of one step.
         text: its keys and values, [B, H, T, h].
         seen: [B, A, T], which of them each anchor sees.
-        chain: keys and values [B, H, A, h] of the steps before; this step's are added to it.
-        queries: of this step.
-        keys: of this step.
-        values: of this step.
-        own: these are no part of the text.
+        chain: keys and values [B, H, A, h] of the steps so far that are no part of the text.
     """
-    if own:
-        chain.append((keys, values))
     found = []
     for first in range(0, queries.shape[2], _TOGETHER):
         some = slice(first, first + _TOGETHER)
@@ -334,7 +326,6 @@ class EagleWalk:
     """One step's way down a tree; to be called under ``torch.no_grad()``.
 
     Args:
-        heads: whose.
         logits: of states that the layer made [B, n, d], [B, n, V'].
         hidden: [B, d], what it made of the last position.
         root: [B], the tokens that came there.
@@ -346,14 +337,9 @@ class EagleWalk:
     """
 
     def __init__(
-        self,
-        heads: EagleHeads,
-        logits: Callable[[Tensor], Tensor],
-        hidden: Tensor,
-        root: Tensor,
-        memory: EagleCache,
+        self, logits: Callable[[Tensor], Tensor], hidden: Tensor, root: Tensor, memory: EagleCache
     ) -> None:
-        self._heads, self._logits, self._memory = heads, logits, memory
+        self._logits, self._memory = logits, memory
         self.depth, self.tokens = 0, root[:, None]
         self._made = hidden[:, None]  # [B, n, d], of the nodes at hand
         # [B, n, N]: which nodes have which other, without the root, for ancestor or are the same
@@ -371,7 +357,7 @@ class EagleWalk:
             parents: the places of their parents among the n nodes at hand, [n'] where all rows
                 share them, else [B, n']; None where node for node follows.
         """
-        memory, heads = self._memory, self._heads
+        memory, heads = self._memory, self._memory.heads
         num_rows, num_new = tokens.shape
         if parents is None:
             parents = torch.arange(num_new, device=tokens.device)

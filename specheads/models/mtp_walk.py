@@ -124,8 +124,7 @@ class MtpWalk:
     """One step's way down the tree; to be called under ``torch.no_grad()``.
 
     Args:
-        module_logits: maps a module's number and what the module makes [B, n, d] to logits
-            [B, n, V].
+        logits: maps a module's number and what the module makes [B, n, d] to logits [B, n, V].
         hidden: [K, B, d], what the modules make of the roots.
         root: [B], the last certain tokens.
         memory: of the texts up to there.
@@ -136,13 +135,9 @@ class MtpWalk:
     """
 
     def __init__(
-        self,
-        module_logits: Callable[[int, Tensor], Tensor],
-        hidden: Tensor,
-        root: Tensor,
-        memory: TextCache,
+        self, logits: Callable[..., Tensor], hidden: Tensor, root: Tensor, memory: TextCache
     ) -> None:
-        self._module_logits, self._hidden, self._memory = module_logits, hidden, memory
+        self._logits, self._hidden, self._memory = logits, hidden, memory
         self.depth, self.tokens = 0, root[:, None]
         self._made = hidden[0][:, None]  # [B, 1 + N, d], of this level's module, root first
         self._embedded = hidden.new_zeros(len(root), 0, hidden.shape[-1])
@@ -153,7 +148,7 @@ class MtpWalk:
 
     def logits(self) -> Tensor:
         """Return what the module of this level says at its nodes, [B, n, V]."""
-        return self._module_logits(self.depth, self._made[:, -self.tokens.shape[1] :])
+        return self._logits(self.depth, self._made[:, -self.tokens.shape[1] :])
 
     def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
         """Go to nodes one deeper.
