@@ -32,6 +32,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -207,16 +208,10 @@ class BlockHeads(TappedHeads):
         form = BlockForm.of({"mask_token_id": padding, **settings.options})
         by_rule = joined_taps if form.form == "joined" else published_taps
         form = form.sized(base, hidden_size, partial(by_rule, num_layers(base)))
-        found = cls(
-            settings.num_heads,
-            settings.num_layers,
-            hidden_size,
-            vocab_size,
-            settings.lm_head,
-            form,
-            settings.num_kept if "pruned" in settings.lm_head else 0,
-            settings.markov_rank if settings.correction == "markov" else 0,
-        )
+        kept = settings.num_kept if "pruned" in settings.lm_head else 0
+        rank = settings.markov_rank if settings.correction == "markov" else 0
+        sizes = settings.num_heads, settings.num_layers, hidden_size, vocab_size
+        found = cls(*sizes, settings.lm_head, form, kept, rank)
         found.start_from(base)
         return found
 
@@ -293,17 +288,12 @@ class BlockHeads(TappedHeads):
             roots: [...], the tokens that are certain.
             embed: the base's input embedding.
         """
+        if self.inject is None:  # a token for every slot
+            roots = F.pad(roots[..., None], (0, self.num_slots - 1), value=self.form.mask_token_id)
         with torch.no_grad():  # the base's own, which stays as it is
             embedded = self.required(embed)(roots).to(taps.dtype)
-            if self.inject is None:
-                masks = torch.full_like(roots, self.form.mask_token_id)
-                masked = self.required(embed)(masks).to(taps.dtype)
         if self.inject is None:
-            slots = [
-                embedded[..., None, :],
-                masked[..., None, :].expand(*taps.shape[:-1], self.num_slots - 1, -1),
-            ]
-            return torch.cat(slots, dim=-2)
+            return embedded
         added = self.inject(torch.cat([taps, normalised(embedded)], dim=-1))
         return taps[..., None, -self.hidden_size :] + added.unflatten(-1, (self.num_slots, -1))
 

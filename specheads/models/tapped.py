@@ -162,23 +162,15 @@ class TappedLayer(nn.Module):
         self.width = width
         self.input_layernorm = Norm(size, eps=epsilon)
         self.post_attention_layernorm = Norm(size, eps=epsilon)
-        norms = {"q_norm": Norm(width, eps=epsilon), "k_norm": Norm(width, eps=epsilon)}
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(read, queries, bias=False),
-                "k_proj": nn.Linear(read, keys, bias=False),
-                "v_proj": nn.Linear(read, keys, bias=False),
-                "o_proj": ZeroLinear(queries, size, bias=False),
-                **(norms if normed else {}),
-            }
-        )
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(size, form.intermediate_size, bias=False),
-                "up_proj": nn.Linear(size, form.intermediate_size, bias=False),
-                "down_proj": ZeroLinear(form.intermediate_size, size, bias=False),
-            }
-        )
+        self.self_attn, self.mlp = nn.ModuleDict(), nn.ModuleDict()
+        for name, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+            self.self_attn[name] = nn.Linear(read, outputs, bias=False)
+        self.self_attn["o_proj"] = ZeroLinear(queries, size, bias=False)
+        for name in ("q_norm", "k_norm") if normed else ():
+            self.self_attn[name] = Norm(width, eps=epsilon)
+        for name in ("gate_proj", "up_proj"):
+            self.mlp[name] = nn.Linear(size, form.intermediate_size, bias=False)
+        self.mlp["down_proj"] = ZeroLinear(form.intermediate_size, size, bias=False)
 
     def keys(self, states: Tensor, waves: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys, normed and rotated, and values of states [B, T, read], [B, H, T, h] each.
