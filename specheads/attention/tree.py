@@ -61,14 +61,10 @@ class Tree:
         parents = [-1, *(index[choice[:-1]] for choice in self.choices)]
         rows = RowTrees.from_parents(torch.tensor([parents]), self.max_depth)
         leaves = sorted(set(range(len(parents))) - set(parents))
-        tensors = {
-            "parents": rows.parents[0],
-            "depths": rows.depths[0],
-            "ranks": torch.tensor([-1, *(choice[-1] for choice in self.choices)]),
-            "tree_mask": rows.tree_mask[0],
-            "ancestors": rows.ancestors[0],
-            "paths": rows.ancestors[0, leaves],
-        }
+        same = ("parents", "depths", "tree_mask", "ancestors")
+        tensors = {name: getattr(rows, name)[0] for name in same}
+        tensors["ranks"] = torch.tensor([-1, *(choice[-1] for choice in self.choices)])
+        tensors["paths"] = rows.ancestors[0, leaves]
         for name, tensor in tensors.items():
             object.__setattr__(self, name, tensor.to(self.device))
 

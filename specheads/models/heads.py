@@ -20,14 +20,14 @@ are pruned), B rows, n nodes of a level, D heads in use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specheads.config.training import LM_HEADS
+from specheads.config.training import LM_HEADS, HeadsConfig
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import Embed
 from specheads.models.blocks import (
@@ -43,12 +43,8 @@ from specheads.models.blocks import (
 )
 from specheads.models.head_cache import LayerCache
 from specheads.models.kinds import Begin, Heads, multiplied
-from specheads.models.output import FINAL
+from specheads.models.output import FINAL, OutputLayer
 from specheads.system.errors import check, one_of
-
-if TYPE_CHECKING:
-    from specheads.config import HeadsConfig
-    from specheads.models.output import OutputLayer
 
 _MAX_STACKED = 1 << 22  # parameters that a snapshot may copy
 MAX_TABLE = 1 << 23  # numbers in the tables of one kind; beyond, products are computed

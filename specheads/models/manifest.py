@@ -174,12 +174,9 @@ def read_manifest(path: Path, what: str = "export") -> dict[str, Any]:
             raise ConfigError(
                 f"{path / MANIFEST} lists {name!r:.80}, which is no file of that folder"
             )
-        if not (
-            isinstance(entry, dict)
-            and type(entry.get("size")) is int
-            and isinstance(entry.get("sha256"), str)
-            and SHA256.fullmatch(entry["sha256"])
-        ):
+        sized = isinstance(entry, dict) and type(entry.get("size")) is int
+        digest = entry.get("sha256") if sized else None
+        if not (isinstance(digest, str) and SHA256.fullmatch(digest)):
             raise ConfigError(f"{path / MANIFEST} must give {name} a size and a sha256")
     return manifest
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from specheads.config import ConfigError
+from specheads.config import ConfigError, MtpConfig
 from specheads.models.adapters import plain_copy
 from specheads.models.base import Embed
 from specheads.models.forward import undisturbed
@@ -40,9 +40,6 @@ from specheads.models.manifest import one_line
 from specheads.models.mtp_walk import MtpWalk, TextCache
 from specheads.models.output import FINAL, TRUNK, OutputLayer, final_norm, last_layer
 from specheads.system.errors import check, one_of
-
-if TYPE_CHECKING:
-    from specheads.config import MtpConfig
 
 
 def block_config(config: PreTrainedConfig) -> PreTrainedConfig:
