@@ -19,19 +19,13 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     GenerationMixin,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-    MistralConfig,
-    MistralForCausalLM,
-    MistralModel,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3Model,
 )
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.models.mistral import MistralConfig, MistralForCausalLM, MistralModel
+from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from specheads.config import ConfigError
 from specheads.models.checkpoint import save_as
