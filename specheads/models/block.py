@@ -147,7 +147,7 @@ class BlockHeads(TappedHeads):
     form_class = BlockForm
     tensor_prefix: ClassVar[str] = "block."
     kind = "block"
-    condition, joined = False, False
+    condition = False
     form: BlockForm
 
     def __init__(
