@@ -80,6 +80,11 @@ def expect(fits: bool, key: str, value: object, expected: object) -> None:
         raise ConfigError(f"{key} is {value!r:.40}, expected {expected}")
 
 
+def _hold(fits: bool, found: str, expected: object) -> None:
+    if not fits:
+        raise ConfigError(f"{found}, expected {expected}")
+
+
 def nested(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield every value of nested objects with the keys that lead to it; those of a list each."""
     if isinstance(values, dict):
@@ -336,14 +341,11 @@ def check_header(file: Path, wanted: Mapping[str, Tensor], *, exact: bool = Fals
         )
     for name, tensor in wanted.items():
         shape, dtype = found[name]
-        if shape != tuple(tensor.shape):
-            raise ConfigError(
-                f"{file}: {name} has shape {list(shape)}, expected {list(tensor.shape)}"
-            )
+        size = list(tensor.shape)
+        _hold(list(shape) == size, f"{file}: {name} has shape {list(shape)}", size)
         free = tensor.is_floating_point() and not exact
         kinds = _FLOATS if free else (_CODES.get(tensor.dtype, str(tensor.dtype)),)
-        if dtype not in kinds:
-            raise ConfigError(f"{file}: {name} holds {dtype}, expected {' or '.join(kinds)}")
+        _hold(dtype in kinds, f"{file}: {name} holds {dtype}", " or ".join(kinds))
 
 
 def read_tensors(file: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -563,10 +565,7 @@ class TensorFiles:
             ConfigError: if it holds something else.
         """
         shape, dtype = self.header[name]
-        if dtype not in _FLOATS:
-            raise ConfigError(
-                f"{self.where}: {name} holds {dtype}, expected floating-point numbers"
-            )
+        _hold(dtype in _FLOATS, f"{self.where}: {name} holds {dtype}", "floating-point numbers")
         return shape
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -632,14 +631,12 @@ def open_pickle(file: Path, *, allow_pickle: bool) -> TensorFiles:
         if unpacked > (size := file.stat().st_size):
             raise ConfigError(f"{file} has {size} bytes, unpacked {unpacked}: no .pt is packed")
         found = torch.load(file, map_location="cpu", weights_only=True)
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} holds a {type(found).__name__}, expected tensors by name")
+    named = "tensors by name"
+    _hold(isinstance(found, dict), f"{file} holds a {type(found).__name__}", named)
     header = {}
     for name, tensor in found.items():
-        if not isinstance(name, str) or type(tensor) not in (Tensor, torch.nn.Parameter):
-            raise ConfigError(
-                f"{file}: {name!r:.80} is a {type(tensor).__name__}, expected tensors by name"
-            )
+        known = isinstance(name, str) and type(tensor) in (Tensor, torch.nn.Parameter)
+        _hold(known, f"{file}: {name!r:.80} is a {type(tensor).__name__}", named)
         plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not plain or tensor.dtype not in _CODES:
             raise ConfigError(f"{file}: {name} holds {tensor.dtype}, which no head is made of")
@@ -684,6 +681,5 @@ def check_moments(path: Path, trained: Mapping[str, Tensor]) -> None:
             raise ConfigError(f"{path} is of another model: {name} belongs to nothing here")
         known = [tuple(trained[parameter].shape)] if key in _MOMENTS else [shape]
         known = [(), (1,)] if key == "step" else known  # counts are one number
-        if shape not in known:
-            expected = " or ".join(str(list(each)) for each in known)
-            raise ConfigError(f"{path}: {name} has shape {list(shape)}, expected {expected}")
+        expected = " or ".join(str(list(each)) for each in known)
+        _hold(shape in known, f"{path}: {name} has shape {list(shape)}", expected)
