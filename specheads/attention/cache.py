@@ -301,12 +301,12 @@ class TreeCache(Cache):
         self.extend(counts)
 
     def _buffers(self) -> list[Tensor]:
-        """Return the buffers [..., B, H, capacity, d] that together hold everything."""
+        """Return the buffers [n, B, H, capacity, d] that together hold everything."""
         layers = self._live_layers()
         pool = self._pool
         if pool is not None and all(layer.capacity == pool.shape[4] for layer in layers):
-            return [pool[:, :, : len(self.lengths)]]
-        return [t for layer in layers for t in layer.buffers]
+            return [pool[:, :, : len(self.lengths)].flatten(0, 1)]
+        return [t[None] for layer in layers for t in layer.buffers]
 
     def _move(self, buffer: Tensor, nodes: Tensor) -> None:
         """Move ``nodes`` [B, a] of every row's tree to the slots behind its root."""
@@ -318,11 +318,8 @@ class TreeCache(Cache):
             return
         row, slot = self.rows.slots(1 + num_moved, buffer.device)
         source = slot[:, :1] + nodes
-        # index tensors apart by a slice: their dimensions come first, [B, a, ..., H, d]
-        if buffer.dim() == 4:
-            buffer[row, :, slot[:, 1:]] = buffer[row, :, source]
-        else:
-            buffer[:, :, row, :, slot[:, 1:]] = buffer[:, :, row, :, source]
+        # index tensors apart by a slice: their dimensions come first, [B, a, n, H, d]
+        buffer[:, row, :, slot[:, 1:]] = buffer[:, row, :, source]
 
     def shorten(self, lengths: Sequence[int]) -> None:
         """Forget what lies behind ``lengths[b]`` tokens of row b.
@@ -376,10 +373,7 @@ class TreeCache(Cache):
             with torch.inference_mode():  # what a decoding step has made takes no change elsewhere
                 for buffer in self._buffers():
                     live = buffer[..., :end, :]
-                    if live.dim() == 4:
-                        live[places] = live[sources]
-                    else:
-                        live[:, :, places] = live[:, :, sources]
+                    live[:, places] = live[:, sources]
         for layer in self._live_layers():
             layer.buffers = tuple(t[: len(kept)] for t in layer.buffers)
         self.rows.set([self.lengths[row] for row in kept])

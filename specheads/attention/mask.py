@@ -43,7 +43,8 @@ from specheads.attention.tree import RowTrees, Tree, batched
 
 SUPPORTED_ATTENTION = ("sdpa", "eager", "flex_attention")
 
-
+# takes the rules that forward passes ask masks for, where somebody wants to know them
+_heard: ContextVar[list[Callable[..., Tensor]] | None] = ContextVar("specheads_rules", default=None)
 # what the forward pass at hand runs over: its tree, None for tokens one after the other, and where
 # each row of the cache ends and the tokens begin
 _active: ContextVar[tuple[Tree | RowTrees | None, RowEnds] | None] = ContextVar(
@@ -74,6 +75,12 @@ def tree_attention(
     return held(_active, (tree, cache.rows))
 
 
+def hearing(rules: list[Callable[..., Tensor]]) -> contextlib.AbstractContextManager[None]:
+    """While open, the rules that forward passes ask masks for are added to ``rules``."""
+    _install()
+    return held(_heard, rules)
+
+
 @lru_cache(maxsize=1)
 def _install() -> None:
     """Register the wrappers once; without an active tree they only pass through."""
@@ -83,7 +90,9 @@ def _install() -> None:
 
 def _tree_aware(make_mask: Callable[..., Any], name: str) -> Callable[..., Any]:
     def make_tree_mask(*args: Any, **kwargs: Any) -> Any:
-        active = _active.get()
+        active, heard = _active.get(), _heard.get()
+        if heard is not None:
+            heard.append(kwargs["mask_function"])
         if active is None:
             return make_mask(*args, **kwargs)
         (tree, rows), num_tokens = active, kwargs["q_length"]

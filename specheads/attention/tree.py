@@ -61,14 +61,10 @@ class Tree:
         parents = [-1, *(index[choice[:-1]] for choice in self.choices)]
         rows = RowTrees.from_parents(torch.tensor([parents]), self.max_depth)
         leaves = sorted(set(range(len(parents))) - set(parents))
-        tensors = {
-            "parents": rows.parents[0],
-            "depths": rows.depths[0],
-            "ranks": torch.tensor([-1, *(choice[-1] for choice in self.choices)]),
-            "tree_mask": rows.tree_mask[0],
-            "ancestors": rows.ancestors[0],
-            "paths": rows.ancestors[0, leaves],
-        }
+        same = ("parents", "depths", "tree_mask", "ancestors")
+        tensors = {name: getattr(rows, name)[0] for name in same}
+        tensors["ranks"] = torch.tensor([-1, *(choice[-1] for choice in self.choices)])
+        tensors["paths"] = rows.ancestors[0, leaves]
         for name, tensor in tensors.items():
             object.__setattr__(self, name, tensor.to(self.device))
 
@@ -83,9 +79,12 @@ class Tree:
         return Tree(tuple(sorted(paths, key=lambda choice: (len(choice), choice))))
 
     @staticmethod
+    @lru_cache(maxsize=256)
     def chain(depth: int) -> Tree:
         """Return the tree that is a single line of ``depth`` guesses; depth 0 is the root alone."""
-        return _chain(depth)
+        if depth < 0:
+            raise ValueError(f"depth must be at least 0, got {depth}")
+        return Tree(tuple((0,) * d for d in range(1, depth + 1)))
 
     @property
     def num_nodes(self) -> int:
@@ -181,13 +180,6 @@ def _row_trees(parents: tuple[tuple[int, ...], ...], max_depth: int) -> RowTrees
 def batched(tree: Tree | RowTrees, tensor: Tensor) -> Tensor:
     """Return one of ``tree``'s tensors with a batch dimension: B, or 1 where rows share a tree."""
     return tensor[None] if isinstance(tree, Tree) else tensor
-
-
-@lru_cache(maxsize=256)
-def _chain(depth: int) -> Tree:
-    if depth < 0:
-        raise ValueError(f"depth must be at least 0, got {depth}")
-    return Tree(tuple((0,) * d for d in range(1, depth + 1)))
 
 
 @lru_cache(maxsize=256)

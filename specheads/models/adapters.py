@@ -136,8 +136,7 @@ def original(base: PreTrainedModel) -> Iterator[None]:
         for layer, disabled in zip(layers, before, strict=True):
             layer.enable_adapters(not disabled)
         for parameter, value in wanted:
-            if parameter.requires_grad != value:
-                parameter.requires_grad_(value)
+            parameter.requires_grad_(value)
 
 
 def merges(base: PreTrainedModel, merge: str) -> bool:
@@ -344,14 +343,13 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> None:
 def _stored_targets(about: Path, stored: dict[str, Any], base: PreTrainedModel) -> list[str]:
     """Return the names of the wrapped layers, after a look at the other numbers that are used."""
     alpha, dropout = stored.get("lora_alpha"), stored.get("lora_dropout")
-    names = stored.get("target_modules")
+    names: Any = stored.get("target_modules")
     real = isinstance(alpha, int | float) and 0 < alpha <= 1 << 20
     expect(real, f"{about}: lora_alpha", alpha, "a number above 0")
     real = isinstance(dropout, int | float) and 0 <= dropout < 1
     expect(real, f"{about}: lora_dropout", dropout, "0 to 1")
     named = type(names) is list and all(type(name) is str for name in names) and names
     expect(bool(named), f"{about}: target_modules", names, "names")
-    assert isinstance(names, list)
     if odd := sorted(set(names) - {name for name, _ in base.named_modules()}):
         raise ConfigError(f"{about} is of another model: the base has no {odd[0]:.80}")
     return names

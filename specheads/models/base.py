@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -128,17 +128,10 @@ def load_base_model(
                 f"model.name={name} has no model.safetensors: {NEEDS_SAFETENSORS}"
             ) from None
     model, report = loaded
-    assert isinstance(model, PreTrainedModel)
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
-    problems = {
-        "missing": report["missing_keys"],
-        "of another shape": mismatched,
-        "of no use": [
-            key
-            for key in report["unexpected_keys"]
-            if ours or (beside is not None and not key.startswith(beside))
-        ],
-    }
+    unused = [key for key in report["unexpected_keys"] if ours or not key.startswith(beside or "")]
+    missing = report["missing_keys"]
+    problems = {"missing": missing, "of another shape": mismatched, "of no use": unused}
     for problem, keys in problems.items():
         if names := sorted(map(str, keys)):  # filled with random numbers, and a log line
             raise ConfigError(
@@ -149,7 +142,7 @@ def load_base_model(
         prepare_quantized(model)
     model.eval().requires_grad_(False)
     if not device_map:
-        model.to(device)  # type: ignore[arg-type]
+        model.to(device)
         pack_linears(model)
     return model
 
@@ -167,8 +160,7 @@ def load_config(
         check_counts(f"model.name={name}", PreTrainedConfig.get_config_dict(place, **options)[0])
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
         refuse_kernels(name, config, trust_remote_code=trust_remote_code)
-    assert isinstance(config, PreTrainedConfig)
-    return config
+        return config
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -186,7 +178,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
         )
     # transformers renamed it between the versions that are supported
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    enable: Any = getattr(model, f"{name}_checkpointing_enable")
+    enable = getattr(model, f"{name}_checkpointing_enable")
     enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
     model.disable_input_require_grads()  # only reentrant checkpoints need gradients of embeddings
 
@@ -208,9 +200,7 @@ def build_from_init(init: dict[str, Any], *, attn: str = "sdpa") -> PreTrainedMo
         )
     with one_line("model.init"):
         config = AutoConfig.for_model(model_type, **values)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn)
-    assert isinstance(model, PreTrainedModel)
-    return model
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attn)
 
 
 def load_tokenizer(
@@ -223,11 +213,9 @@ def load_tokenizer(
     """
     place = resolve_name(name)
     with one_line(f"cannot load a tokenizer of {name}"):
-        tokenizer = AutoTokenizer.from_pretrained(
+        return AutoTokenizer.from_pretrained(
             place, revision=revision or "main", trust_remote_code=trust_remote_code
         )
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    return tokenizer
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
@@ -253,9 +241,7 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 def input_embedding(model: PreTrainedModel) -> Tensor:
     """Return the input embedding matrix [V, d]."""
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
-    return weight
+    return cast(Tensor, model.get_input_embeddings().weight)
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
@@ -271,8 +257,7 @@ def output_device(model: PreTrainedModel) -> torch.device:
 def _device_of(module: nn.Module) -> torch.device:
     # weights that accelerate keeps elsewhere until they are needed lie on "meta"
     runs_on = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-    weight = module.weight
-    assert isinstance(weight, Tensor)
+    weight = cast(Tensor, module.weight)
     return weight.device if runs_on is None else torch.device(runs_on)
 
 

@@ -39,12 +39,12 @@ from transformers import PreTrainedModel
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import Embed
 from specheads.models.blocks import Markov, ZeroLinear, normalised
-from specheads.models.head_cache import Slots, rotated
+from specheads.models.head_cache import RowCache, Slots, last_places, rotated, rows_at
 from specheads.models.heads import Steps
 from specheads.models.kinds import Begin
 from specheads.models.output import OutputLayer, num_layers
 from specheads.models.packed import product
-from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, rows_at
+from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, attended
 from specheads.system.errors import at_least, check, one_of
 
 FORMS = ("joined", "published")
@@ -113,11 +113,7 @@ class BlockLayer(TappedLayer):
         """
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            keys, values = join(keys, values)
-            grouped = queries.shape[1] != keys.shape[1]
-            return F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, enable_gqa=grouped
-            )
+            return attended(queries, *join(keys, values), mask)
 
         return self.run(x, self.input_layernorm(x), waves, attend)
 
@@ -144,9 +140,14 @@ class BlockHeads(TappedHeads):
         "num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head", "num_kept",
         "markov_rank", "form",
     )  # fmt: skip
+    stored: ClassVar[tuple[str, ...]] = (
+        "num_heads", "num_layers", "lm_head", "num_kept", "correction", "markov_rank",
+        "hidden_size", "vocab_size", "form",
+    )  # fmt: skip
+    form_class = BlockForm
     tensor_prefix: ClassVar[str] = "block."
     kind = "block"
-    condition, joined = False, False
+    condition = False
     form: BlockForm
 
     def __init__(
@@ -207,44 +208,16 @@ class BlockHeads(TappedHeads):
         form = BlockForm.of({"mask_token_id": padding, **settings.options})
         by_rule = joined_taps if form.form == "joined" else published_taps
         form = form.sized(base, hidden_size, partial(by_rule, num_layers(base)))
-        found = cls(
-            settings.num_heads,
-            settings.num_layers,
-            hidden_size,
-            vocab_size,
-            settings.lm_head,
-            form,
-            settings.num_kept if "pruned" in settings.lm_head else 0,
-            settings.markov_rank if settings.correction == "markov" else 0,
-        )
+        kept = settings.num_kept if "pruned" in settings.lm_head else 0
+        rank = settings.markov_rank if settings.correction == "markov" else 0
+        sizes = settings.num_heads, settings.num_layers, hidden_size, vocab_size
+        found = cls(*sizes, settings.lm_head, form, kept, rank)
         found.start_from(base)
         return found
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> BlockHeads:
-        """Build the heads that an export's config.json describes.
-
-        Raises:
-            ValueError: if there are no such heads.
-        """
-        form = BlockForm.stored(config["form"])
-        sizes = {key: config[key] for key in cls.config_keys if key != "form"}
-        return cls(**sizes, form=form)
-
     def to_config(self) -> dict[str, Any]:
         """Return what :meth:`from_config` builds the same heads from, as JSON."""
-        return {
-            "kind": self.kind,
-            "num_heads": self.num_heads,
-            "num_layers": self.num_inner,
-            "lm_head": self.lm_head,
-            "num_kept": 0 if self.token_map is None else self.num_outputs,
-            "correction": "markov" if self.markov_rank else "none",
-            "markov_rank": self.markov_rank,
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            "form": self.form.to_json(),
-        }
+        return super().to_config() | {"num_layers": self.num_inner}
 
     def contextual(
         self,
@@ -315,24 +288,18 @@ class BlockHeads(TappedHeads):
             roots: [...], the tokens that are certain.
             embed: the base's input embedding.
         """
+        if self.inject is None:  # a token for every slot
+            roots = F.pad(roots[..., None], (0, self.num_slots - 1), value=self.form.mask_token_id)
         with torch.no_grad():  # the base's own, which stays as it is
             embedded = self.required(embed)(roots).to(taps.dtype)
-            if self.inject is None:
-                masks = torch.full_like(roots, self.form.mask_token_id)
-                masked = self.required(embed)(masks).to(taps.dtype)
         if self.inject is None:
-            slots = [
-                embedded[..., None, :],
-                masked[..., None, :].expand(*taps.shape[:-1], self.num_slots - 1, -1),
-            ]
-            return torch.cat(slots, dim=-2)
+            return embedded
         added = self.inject(torch.cat([taps, normalised(embedded)], dim=-1))
         return taps[..., None, -self.hidden_size :] + added.unflatten(-1, (self.num_slots, -1))
 
     def finished(self, x: Tensor) -> Tensor:
         """Return what the heads make of slots [B, a, S, d] behind the last layer, [K, B, a, d]."""
-        found: Tensor = self.norm(x[..., self.first :, :])
-        return found.movedim(-2, 0)
+        return self.norm(x[..., self.first :, :]).movedim(-2, 0)
 
     def features(
         self, i: int, hidden: Tensor, tokens: Tensor | None = None, embed: Embed | None = None
@@ -380,26 +347,22 @@ class BlockHeads(TappedHeads):
         ]
         slots = Slots(self.num_inner, self._table)
         made = product(torch.cat(parts))
-        return BlockCache(self, self.required(embed), made, slots, (0,) * num_rows)
+        return BlockCache(slots, (0,) * num_rows, self, self.required(embed), made)
 
 
 @dataclass(frozen=True)
-class BlockCache:
-    """Keys and values of the rows' texts in all layers.
+class BlockCache(RowCache):
+    """Keys, rotated, and values of the rows' texts, per layer [B, H, C, h].
 
     Attributes:
         heads: whose.
         embed: the base's input embedding.
         product: makes keys of all layers, then values, [..., 2 * L * H * h], of states [..., d].
-        slots: keys, rotated, and values per layer, [B, H, C, h].
-        lengths: per row the positions read.
     """
 
     heads: BlockHeads
     embed: Embed
     product: Callable[[Tensor], Tensor]
-    slots: Slots
-    lengths: tuple[int, ...]
 
     @torch.no_grad()
     def append(
@@ -431,8 +394,7 @@ class BlockCache:
         ):  # fmt: skip
             normed = cast(BlockLayer, layer).self_attn["k_norm"](k)
             cache.update(rotated(normed, waves[:, :, None]), v)
-        lengths = tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
-        last = torch.tensor([max(count, 1) - 1 for count in counts], device=device)[:, None]
+        lengths, last = self.grown(counts), last_places(counts, device)
         roots = tokens.gather(1, last)  # [B, 1]
         x = heads.start(rows_at(tapped, last), roots, self.embed)[:, 0]  # [B, S, d]
         seen = self.slots.reserve(lengths, heads.num_slots)
@@ -448,11 +410,6 @@ class BlockCache:
         for layer, cache in zip(heads.layers, self.slots.layers, strict=True):
             x = layer(x, waves, cache.update, mask)  # until something is written over them
         return replace(self, lengths=lengths), heads.finished(x[:, None])[:, :, 0]
-
-    def select(self, rows: Tensor) -> BlockCache:
-        """Keep the rows ``rows`` [R] (long), in that order."""
-        lengths = tuple(self.lengths[row] for row in rows.tolist())
-        return replace(self, slots=self.slots.select(rows), lengths=lengths)
 
 
 def _behind(text: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

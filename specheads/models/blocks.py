@@ -198,14 +198,9 @@ class MedusaHead(nn.Module):
 
 
 SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-)
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "rms_norm_eps",
+)  # fmt: skip
 
 FINAL_NORM = "final_norm"  # among the sizes: true where a norm follows, as in published Hydra heads
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError
+from specheads.models import manifest
 from specheads.models.adapters import has_adapter, load_adapter, plain_copy, save_adapter
 from specheads.models.base import (
     Loading,
@@ -39,18 +40,6 @@ from specheads.models.eagle import EagleHeads
 from specheads.models.export_config import check_config
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
-from specheads.models.manifest import (
-    MANIFEST,
-    check_manifest,
-    expect,
-    manifest_entry,
-    one_line,
-    read_json,
-    read_tensors,
-    save_tensors,
-    write_json,
-    write_manifest,
-)
 from specheads.models.mtp import MtpHeads
 from specheads.models.names import OURS, base_digest, resolve_name
 from specheads.models.packed import pack_linears
@@ -119,9 +108,9 @@ def _write_model(
     finally:
         logging.disable(silenced)
     if dtype is not None:
-        config = read_json(folder / "config.json", "", strict=False)
+        config = manifest.read_json(folder / "config.json", "", strict=False)
         config["dtype"] = str(dtype).removeprefix("torch.")
-        write_json(folder / "config.json", config, strict=False)
+        manifest.write_json(folder / "config.json", config, strict=False)
     tokenizer.save_pretrained(folder)
 
 
@@ -182,8 +171,8 @@ def load_heads_file(path: Path, config: dict[str, Any]) -> Heads:
     except ValueError as error:
         raise ConfigError(f"{path / _CONFIG}: {error}") from None
     file, wanted = path / HEADS_FILE, named_tensors(heads)
-    tensors = read_tensors(file, wanted)
-    with one_line(f"{path / _CONFIG}: no rotary table"):
+    tensors = manifest.read_tensors(file, wanted)
+    with manifest.one_line(f"{path / _CONFIG}: no rotary table"):
         heads.make_tables()  # not before: the tensors have told how large they may be
     _check_map(file, tensors.get("token_map"), config["vocab_size"])
     state = {name.removeprefix(heads.tensor_prefix): each for name, each in tensors.items()}
@@ -318,7 +307,7 @@ def save_export(
     name, revision = findable(base["name"]), base.get("revision")
     with whole_folder(path) as folder:
         tensors = cast_tensors(named_tensors(heads), target)
-        save_tensors(folder / HEADS_FILE, tensors, {"format": "pt"})
+        manifest.save_tensors(folder / HEADS_FILE, tensors, {"format": "pt"})
         tokenizer.save_pretrained(folder)
         if tuned_base is not None and adapter:
             save_adapter(folder / _ADAPTER, tuned_base, name, revision)
@@ -341,8 +330,8 @@ def save_export(
             "tree": _tree_section(tree, None, None),
             "training": redact(info["training"]),
         }
-        write_json(folder / _CONFIG, config)
-        write_manifest(folder)
+        manifest.write_json(folder / _CONFIG, config)
+        manifest.write_manifest(folder)
 
 
 def load_export(
@@ -374,7 +363,7 @@ def load_export(
     """
     path = Path(fetched_export(shipped_export(str(path))))
     config = read_config(path)
-    _check_tokenizer_files(path, config, check_manifest(path))
+    _check_tokenizer_files(path, config, manifest.check_manifest(path))
     tree = _load_tree(path, config)
     heads = load_heads_file(path, config)
     if beside is not None:
@@ -412,7 +401,9 @@ def _load_base(
     try:
         if local := not inside and (folder := Path(resolve_name(name))).is_dir():
             # before it is loaded: a stranger's config may name any path
-            about = read_json(folder / "config.json", f"{folder} is no model", strict=False)
+            about = manifest.read_json(
+                folder / "config.json", f"{folder} is no model", strict=False
+            )
             _check_sizes(path, config, name, about)
             check_digest(path, config, name, other_base=other_base)
         model = load_base_model(name, revision=revision, quantization=quantization, **options)
@@ -438,7 +429,7 @@ def load_heads(path: str | Path) -> Heads:
     """
     path = Path(path)
     config = read_config(path)
-    check_manifest(path)
+    manifest.check_manifest(path)
     return load_heads_file(path, config)
 
 
@@ -465,18 +456,18 @@ def set_tree(
     """
     path = Path(path)
     config = read_config(path)
-    manifest = check_manifest(path)
+    listed = manifest.check_manifest(path)
     _check_depth(tree, config["num_heads"])
     _check_rank(tree, config)
     config["tree"] = _tree_section(tree, expected_accept_length, measured_on)
     if heldout is not None:
         config["training"] = {**config["training"], "heldout": heldout}
     aside = path / f".{_CONFIG}.tmp"
-    write_json(aside, config)
-    manifest["files"][_CONFIG] = manifest_entry(aside)
-    write_json(path / f".{MANIFEST}.tmp", manifest)
+    manifest.write_json(aside, config)
+    listed["files"][_CONFIG] = manifest.manifest_entry(aside)
+    manifest.write_json(path / f".{manifest.MANIFEST}.tmp", listed)
     aside.replace(path / _CONFIG)
-    (path / f".{MANIFEST}.tmp").replace(path / MANIFEST)
+    (path / f".{manifest.MANIFEST}.tmp").replace(path / manifest.MANIFEST)
 
 
 def save_plain_model(
@@ -502,7 +493,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         ConfigError: if there is none, or this version of specheads cannot read it.
     """
     path = Path(path)
-    config = read_json(path / _CONFIG, f"{path} is not an export of specheads")
+    config = manifest.read_json(path / _CONFIG, f"{path} is not an export of specheads")
     version, kind = config.get("format_version"), config.get("kind")
     if version is None:
         raise ConfigError(f"{path} is not an export of specheads: {_CONFIG} has no format_version")
@@ -606,7 +597,7 @@ def _quantization(path: Path, info: dict[str, Any]) -> str:
         return "none"  # or as its own files say
     method = recorded.get("method")
     known = ", ".join(METHODS)
-    expect(method in METHODS, f"{path / _CONFIG}: base.quantization.method", method, known)
+    manifest.expect(method in METHODS, f"{path / _CONFIG}: base.quantization.method", method, known)
     return str(method)
 
 
@@ -637,9 +628,9 @@ def _tokenizer_digest(files: dict[str, str]) -> str:
     return hashlib.sha256("".join(f"{n}\0{files[n]}\n" for n in names).encode()).hexdigest()
 
 
-def _check_tokenizer_files(path: Path, config: dict[str, Any], manifest: dict[str, Any]) -> None:
+def _check_tokenizer_files(path: Path, config: dict[str, Any], entries: dict[str, Any]) -> None:
     recorded = config["tokenizer"]["digest"]
-    listed = {n: entry["sha256"] for n, entry in manifest["files"].items() if "/" not in n}
+    listed = {n: entry["sha256"] for n, entry in entries["files"].items() if "/" not in n}
     if (found := _tokenizer_digest(listed)) != recorded:
         raise ConfigError(
             f"{path} has another tokenizer than it was saved with: digest"

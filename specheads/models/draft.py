@@ -99,7 +99,6 @@ def new_draft(config: PreTrainedConfig, *, attn: str = "sdpa") -> PreTrainedMode
         made = AutoModelForCausalLM.from_config(
             config, attn_implementation=None if attn == "auto" else attn, dtype=torch.float32
         )
-    assert isinstance(made, PreTrainedModel)
     return made.eval()
 
 
@@ -139,13 +138,12 @@ def pruned(base: PreTrainedModel, keep: Sequence[int]) -> PreTrainedModel:
     made = new_draft(config, attn=base.config._attn_implementation)
     made.to(base.device)  # type: ignore[arg-type]
     prefix = _layers_name(base, total) + "."
-    place = {f"{prefix}{layer}.": f"{prefix}{i}." for i, layer in enumerate(listed)}
+    # what is of no layer keeps its name
+    place = {"": "", **{f"{prefix}{layer}.": f"{prefix}{i}." for i, layer in enumerate(listed)}}
     state = {}
     for name, tensor in base.state_dict().items():
-        if not name.startswith(prefix):
-            state[name] = tensor
-            continue
-        layer = name[: name.index(".", len(prefix)) + 1]
+        inside = name.startswith(prefix)
+        layer = name[: name.index(".", len(prefix)) + 1] if inside else ""
         if layer in place:
             state[place[layer] + name.removeprefix(layer)] = tensor
     try:

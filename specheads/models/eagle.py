@@ -22,17 +22,17 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specheads.models.base import Embed
-from specheads.models.head_cache import Slots
+from specheads.models.head_cache import RootCache, Slots, last_places, rows_at
 from specheads.models.kinds import Begin
 from specheads.models.output import OutputLayer, num_layers
-from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, rows_at
+from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, attended
 from specheads.system.errors import check
 
+Pair = tuple[Tensor, Tensor]  # keys and values
 _TOGETHER = 64  # anchors that attend in one call: more would mask away what they compute
 
 
@@ -88,6 +88,7 @@ class EagleHeads(TappedHeads):
     config_keys: ClassVar[tuple[str, ...]] = (
         "num_heads", "hidden_size", "vocab_size", "lm_head", "num_kept", "form",
     )  # fmt: skip
+    form_class = EagleForm
     tensor_prefix: ClassVar[str] = "eagle3."
     kind = "eagle3"
     sequential = walks_text = True
@@ -126,28 +127,6 @@ class EagleHeads(TappedHeads):
         found.start_from(base)
         return found
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> EagleHeads:
-        """Build the heads that an export's config.json describes.
-
-        Raises:
-            ValueError: if there are no such heads.
-        """
-        sizes = {key: config[key] for key in cls.config_keys if key != "form"}
-        return cls(**sizes, form=EagleForm.stored(config["form"]))
-
-    def to_config(self) -> dict[str, Any]:
-        """Return what :meth:`from_config` builds the same heads from, as JSON."""
-        return {
-            "kind": self.kind,
-            "num_heads": self.num_heads,
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            "lm_head": self.lm_head,
-            "num_kept": 0 if self.token_map is None else self.num_outputs,
-            "form": self.form.to_json(),
-        }
-
     def joined(self, hidden: Tensor) -> Tensor:
         """Return the states g [..., d] of what the base said at the taps, [..., n * d]."""
         hidden = hidden.to(self.fc.weight.dtype)
@@ -156,8 +135,7 @@ class EagleHeads(TappedHeads):
         if len(self.fc_norm):
             parts = hidden.chunk(len(self.fc_norm), dim=-1)
             hidden = torch.cat([norm(x) for norm, x in zip(self.fc_norm, parts, strict=True)], -1)
-        found: Tensor = self.fc(hidden)
-        return found
+        return self.fc(hidden)
 
     def read(self, states: Tensor, tokens: Tensor, embed: Embed | None) -> tuple[Tensor, Tensor]:
         """Return the residual stream [..., d], and what the attention reads, [..., 2 * d].
@@ -175,13 +153,11 @@ class EagleHeads(TappedHeads):
 
     def made(self, x: Tensor) -> Tensor:
         """Return the next state, of what the layer made, [..., d]."""
-        found: Tensor = self.norm(x) if self.form.norm_output else x
-        return found
+        return self.norm(x) if self.form.norm_output else x
 
     def finished(self, state: Tensor) -> Tensor:
         """Return what the output matrix reads of a state that the layer made, [..., d]."""
-        found: Tensor = state if self.form.norm_output else self.norm(state)
-        return found
+        return state if self.form.norm_output else self.norm(state)
 
     def contextual(
         self,
@@ -216,14 +192,19 @@ class EagleHeads(TappedHeads):
         seen = (every <= at[..., None]) & (documents[:, None] == documents.gather(1, at)[..., None])
         state = x = rows_at(stream, at)
         side = rows_at(side, at)
-        chain: list[tuple[Tensor, Tensor]] = []
+        chain: list[Pair] = []
         found: list[Tensor] = []
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            if found:  # those of the first step are part of the text
+                chain.append((keys, values))
+            return _attend_chains(queries, text, seen, chain)
+
         for step in range(self.num_heads):
             if step:
                 ahead = tokens.gather(1, (at + 1 + step).clamp(max=num_tokens - 1))
                 x, side = self.read(state, ahead, embed)
             waves = table[:, position_ids.gather(1, at) + step]
-            attend = partial(_attend_chains, text, seen, chain, own=step > 0)
             state = self.made(self.layer.run(x, side, waves, attend))
             found.append(self.finished(state))
         return torch.stack(found)
@@ -238,7 +219,7 @@ class EagleHeads(TappedHeads):
             def logits(state: Tensor) -> Tensor:
                 return self.finish(products(self.finished(state)), output)
 
-            return partial(EagleWalk, self, logits)
+            return partial(EagleWalk, logits)
 
         return begin
 
@@ -248,34 +229,20 @@ class EagleHeads(TappedHeads):
         weight = self.fc.weight
         ends = torch.zeros(num_rows, dtype=torch.long, device=weight.device)
         root = weight.new_zeros(num_rows, self.hidden_size)
-        slots = Slots(1, self._table)
-        return EagleCache(self, self.required(embed), slots, (0,) * num_rows, ends, root)
+        slots, embed = Slots(1, self._table), self.required(embed)
+        return EagleCache(slots, (0,) * num_rows, embed, ends, root, self)
 
 
-def _attend_chains(
-    text: tuple[Tensor, Tensor],
-    seen: Tensor,
-    chain: list[tuple[Tensor, Tensor]],
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    own: bool,
-) -> Tensor:
-    """Return what the queries of anchors [B, G * H, A, h] read of the text and of their chains.
+def _attend_chains(queries: Tensor, text: Pair, seen: Tensor, chain: list[Pair]) -> Tensor:
+    """Return what the queries of anchors read of the text and of their chains, [B, G * H, A, h].
 
     Args:
+        queries: [B, G * H, A, h], of one step.
         text: its keys and values, [B, H, T, h].
         seen: [B, A, T], which of them each anchor sees.
-        chain: keys and values [B, H, A, h] of the steps before; this step's are added to it.
-        queries: of this step.
-        keys: of this step.
-        values: of this step.
-        own: these are no part of the text.
+        chain: keys and values [B, H, A, h] of the steps so far that are no part of the text.
     """
-    if own:
-        chain.append((keys, values))
-    grouped, found = queries.shape[1] != keys.shape[1], []
+    found = []
     for first in range(0, queries.shape[2], _TOGETHER):
         some = slice(first, first + _TOGETHER)
         visible = seen[:, some]
@@ -285,32 +252,21 @@ def _attend_chains(
         mask = torch.cat([visible[..., :end], itself.expand(len(visible), -1, -1)], dim=2)
         parts = [[each[i][:, :, some] for each in chain] for i in range(2)]
         k, v = (torch.cat([text[i][:, :, :end], *parts[i]], dim=2) for i in range(2))
-        asked = queries[:, :, some]
-        found.append(
-            F.scaled_dot_product_attention(asked, k, v, attn_mask=mask[:, None], enable_gqa=grouped)
-        )
+        found.append(attended(queries[:, :, some], k, v, mask[:, None]))
     return torch.cat(found, dim=2)
 
 
 @dataclass(frozen=True)
-class EagleCache:
+class EagleCache(RootCache):
     """What the layer remembers of every row's text, as it is after :meth:`append`.
+
+    Keys, rotated, and values are [B, H, L, h]; the root [B, d] is before the last norm.
 
     Attributes:
         heads: whose.
-        embed: the base's input embedding.
-        slots: keys, rotated, and values, [B, H, L, h]; slots behind a row's length hold nothing.
-        lengths: per row the positions read.
-        ends: the same, [B] long where the heads lie.
-        root: [B, d], what the layer made of the last position, before the last norm.
     """
 
     heads: EagleHeads
-    embed: Embed
-    slots: Slots
-    lengths: tuple[int, ...]
-    ends: Tensor
-    root: Tensor
 
     def append(
         self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
@@ -326,8 +282,8 @@ class EagleCache:
         Returns:
             The cache with them, and what the layer made of each row's last position, [B, d].
         """
-        last = torch.tensor([max(count, 1) - 1 for count in counts], device=self.ends.device)
-        cache, made = self._read(hidden, counts, tokens, last[:, None])
+        last = last_places(counts, self.ends.device)
+        cache, made = self._read(hidden, counts, tokens, last)
         root = made[:, 0]
         if min(counts) == 0:
             read = torch.tensor(counts, device=root.device)[:, None] > 0
@@ -340,8 +296,8 @@ class EagleCache:
         """Do what :meth:`append` does; return what the layer made everywhere, [B, T, d]."""
         every = torch.arange(tokens.shape[1], device=self.ends.device).expand_as(tokens)
         cache, made = self._read(hidden, counts, tokens, every)
-        last = torch.tensor([max(count, 1) - 1 for count in counts], device=self.ends.device)
-        return replace(cache, root=rows_at(made, last[:, None])[:, 0]), made
+        last = last_places(counts, self.ends.device)
+        return replace(cache, root=rows_at(made, last)[:, 0]), made
 
     @torch.no_grad()
     def _read(
@@ -358,38 +314,18 @@ class EagleCache:
         mask = (torch.arange(seen, device=at.device) <= at[..., None])[:, None]
 
         def attend(queries: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
-            return _attend(queries, keys, values, mask)
+            return attended(queries, keys, values, mask)
 
         made = layer.run(rows_at(stream, asked), rows_at(side, asked), table[:, at], attend)
         made = heads.made(made)
-        lengths = tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
         ends = self.ends + torch.tensor(counts, device=self.ends.device)
-        return replace(self, lengths=lengths, ends=ends), made
-
-    def select(self, rows: Tensor) -> EagleCache:
-        """Keep the rows ``rows`` [R] (long), in that order."""
-        here = rows.to(self.ends.device)
-        slots, lengths = self.slots.select(here), tuple(self.lengths[row] for row in rows.tolist())
-        ends, root = self.ends[here], self.root[here]
-        return replace(self, slots=slots, lengths=lengths, ends=ends, root=root)
-
-    def as_it_was(self, lengths: Sequence[int], every: Tensor) -> EagleCache:
-        """Return this cache of one row as it was when the root stood elsewhere, one row for each.
-
-        Args:
-            lengths: of the rows to come, how many positions were read.
-            every: [1, T, d], what the layer made of them, as :meth:`read` returned it.
-        """
-        ends = torch.tensor(lengths, device=self.ends.device)
-        cache = self.select(torch.zeros_like(ends))
-        return replace(cache, lengths=tuple(lengths), ends=ends, root=every[0, ends - 1])
+        return replace(self, lengths=self.grown(counts), ends=ends), made
 
 
 class EagleWalk:
     """One step's way down a tree; to be called under ``torch.no_grad()``.
 
     Args:
-        heads: whose.
         logits: of states that the layer made [B, n, d], [B, n, V'].
         hidden: [B, d], what it made of the last position.
         root: [B], the tokens that came there.
@@ -401,14 +337,9 @@ class EagleWalk:
     """
 
     def __init__(
-        self,
-        heads: EagleHeads,
-        logits: Callable[[Tensor], Tensor],
-        hidden: Tensor,
-        root: Tensor,
-        memory: EagleCache,
+        self, logits: Callable[[Tensor], Tensor], hidden: Tensor, root: Tensor, memory: EagleCache
     ) -> None:
-        self._heads, self._logits, self._memory = heads, logits, memory
+        self._logits, self._memory = logits, memory
         self.depth, self.tokens = 0, root[:, None]
         self._made = hidden[:, None]  # [B, n, d], of the nodes at hand
         # [B, n, N]: which nodes have which other, without the root, for ancestor or are the same
@@ -426,7 +357,7 @@ class EagleWalk:
             parents: the places of their parents among the n nodes at hand, [n'] where all rows
                 share them, else [B, n']; None where node for node follows.
         """
-        memory, heads = self._memory, self._heads
+        memory, heads = self._memory, self._memory.heads
         num_rows, num_new = tokens.shape
         if parents is None:
             parents = torch.arange(num_new, device=tokens.device)
@@ -447,12 +378,7 @@ class EagleWalk:
         layer, cache = heads.layer, memory.slots.layers[0]
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return _attend(queries, *cache.update(keys, values), mask)
+            return attended(queries, *cache.update(keys, values), mask)
 
         made = layer.run(x, side, memory.slots.waves[:, places], attend)
         self._made = heads.made(made)
-
-
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    grouped = queries.shape[1] != keys.shape[1]
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)

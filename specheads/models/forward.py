@@ -409,11 +409,9 @@ class ModelPass:
         cache, self.num_tokens = self.cache, num_tokens
         cache.reserve(num_rows, num_tokens)
         self._note_side(num_tokens)
-        if self.compiled and num_tokens == 1 and cache.layers:
-            logits = self._run_compiled(tokens, Tree.chain(0))[:, -1]
-            cache.extend(counts)
-            return logits
-        if self._alike and tokens.numel() == 1 and 0 < cache.rows.longest < MOST_ORDERED:
+        compiled = self.compiled and num_tokens == 1 and cache.layers
+        alike = self._alike and tokens.numel() == 1 and 0 < cache.rows.longest < MOST_ORDERED
+        if compiled or alike:
             logits = self.verify(tokens, Tree.chain(0))[:, -1]
             cache.extend(counts)
             return logits
@@ -423,7 +421,8 @@ class ModelPass:
         ahead = torch.arange(num_tokens, device=self.device)[None]
         # rows that end together see each other's padding in no way: it comes after all they have
         ragged = not cache.rows.uniform or cache.rows.multiple > 1
-        with masked(None, cache) if ragged else grouped_attention():
+        apart = tree_attention(None, cache) if ragged else contextlib.nullcontext()
+        with grouped_attention(), apart:
             logits = self.model(
                 input_ids=tokens.to(self.device),
                 position_ids=self._positions(ahead),
@@ -456,25 +455,24 @@ class ModelPass:
             tokens, tree = F.pad(tokens, (0, 1)), Tree.chain(1)
         self.cache.reserve(*tokens.shape)
         self._note_side(1)
+        tokens, positions = tokens.clamp(min=0).to(self.device), self._node_positions(tree)
         if self.compiled:
-            return self._run_compiled(tokens, tree)
+            return run_compiled(self.model, self.cache, tokens, positions, tree)
         # a root alone behind rows of one length is a plain step
         plain = self.chain_only or (tree.num_nodes == 1 and self.cache.rows.uniform)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(grouped_attention() if plain else masked(tree, self.cache))
+            stack.enter_context(grouped_attention())
+            if not plain:
+                stack.enter_context(tree_attention(tree, self.cache))
             if alike:
                 stack.enter_context(ordered_attention(tree, self.cache.rows.longest))
             logits: Tensor = self.model(
-                input_ids=tokens.clamp(min=0).to(self.device),
-                position_ids=self._node_positions(tree),
+                input_ids=tokens,
+                position_ids=positions,
                 past_key_values=self.cache,
                 use_cache=True,
             ).logits
         return logits[:, : self.num_tokens]
-
-    def _run_compiled(self, tokens: Tensor, tree: Tree | RowTrees) -> Tensor:
-        tokens = tokens.clamp(min=0).to(self.device)
-        return run_compiled(self.model, self.cache, tokens, self._node_positions(tree), tree)
 
     def _node_positions(self, tree: Tree | RowTrees) -> Tensor:
         """Return the position ids [1 or B, N] of a tree; those of forbidden guesses may be less."""
@@ -513,13 +511,6 @@ def rounds_by_shape(model: PreTrainedModel) -> bool:
         and set(getattr(config, "layer_types", None) or ()) <= {"full_attention"}
         and not thresholds(model).name
     )
-
-
-@contextlib.contextmanager
-def masked(tree: Tree | RowTrees | None, cache: TreeCache) -> Iterator[None]:
-    """While open, a pass attends along ``tree``, and its mask does not make attention expensive."""
-    with tree_attention(tree, cache), grouped_attention():
-        yield
 
 
 def pad_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:

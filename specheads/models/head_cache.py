@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any, Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from specheads.attention.cache import RowEnds, TreeLayer, grown_capacity
+from specheads.models.base import Embed
 from specheads.models.manifest import first_line
 
 _JOINT = 16  # positions; beyond, queries that nobody asks about are not computed
@@ -297,24 +298,85 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class LayerCache:
+class RowCache:
+    """What every cache of heads is: slots, and how many of them each row's text takes.
+
+    Attributes:
+        slots: keys and values; slots behind a row's length hold nothing.
+        lengths: per row the positions read.
+    """
+
+    slots: Slots
+    lengths: tuple[int, ...]
+
+    def select(self, rows: Tensor) -> Self:
+        """Keep the rows ``rows`` [R] (long), in that order."""
+        lengths = tuple(self.lengths[row] for row in rows.tolist())
+        return replace(self, slots=self.slots.select(rows), lengths=lengths)
+
+    def grown(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Return the lengths with ``counts[b]`` positions more in each row."""
+        return tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
+
+
+@dataclass(frozen=True)
+class RootCache(RowCache):
+    """The cache of layers that go down a tree from what they made of each row's last position.
+
+    Attributes:
+        embed: the base's input embedding.
+        ends: the lengths, [B] long where the heads lie.
+        root: [..., B, d], what was made of the last positions.
+    """
+
+    embed: Embed
+    ends: Tensor
+    root: Tensor
+
+    def select(self, rows: Tensor) -> Self:
+        """Keep the rows ``rows`` [R] (long), in that order."""
+        here = rows.to(self.ends.device)
+        return replace(super().select(here), ends=self.ends[here], root=self.root[..., here, :])
+
+    def as_it_was(self, lengths: Sequence[int], every: Tensor) -> Self:
+        """Return this cache of one row as it was when the root stood elsewhere, one row for each.
+
+        Args:
+            lengths: of the rows to come, how many positions were read.
+            every: [..., 1, T, d], what was made of them, as ``read`` returned it.
+        """
+        ends = torch.tensor(lengths, device=self.ends.device)
+        cache, root = self.select(torch.zeros_like(ends)), every[..., 0, ends - 1, :]
+        return replace(cache, lengths=tuple(lengths), ends=ends, root=root)
+
+
+def last_places(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the places [B, 1] of the last of ``counts[b]`` positions; the first where none is."""
+    return torch.tensor([max(count, 1) - 1 for count in counts], device=device)[:, None]
+
+
+def rows_at(states: Tensor, places: Tensor) -> Tensor:
+    """Return states [B, A, d] at places [B, A] of states [B, T, d]."""
+    return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))
+
+
+@dataclass(frozen=True)
+class LayerCache(RowCache):
     """Keys and values of the rows' texts, as they are after the last :meth:`append`.
+
+    Keys are rotated, and those of a stack [B, n * H, C, h]. The waves of the slots are cosines, and
+    sines with their sign, [2, C, h].
 
     Attributes:
         stacks: the layers' weights as they were when the text began; those of one stack read the
             same hidden states, and each stack reads what the one before made.
-        slots: keys, rotated, and values per stack, [B, n * H, C, h]; slots behind a row's length
-            hold nothing. Its waves are cosines, and sines with their sign, [2, C, h].
         window: a position sees so many, itself included; None for all before it.
         single: there is one layer, in front of all heads, which read [B, d] and not [K, B, d].
-        lengths: per row the positions remembered.
     """
 
     stacks: tuple[Stack, ...]
-    slots: Slots
     window: int | None
     single: bool
-    lengths: tuple[int, ...]
 
     @staticmethod
     @torch.no_grad()
@@ -341,7 +403,7 @@ class LayerCache:
             single: see the class.
         """
         stacks, table = _copies(owner, groups, rotary)
-        return LayerCache(stacks, Slots(len(stacks), table), window, single, (0,) * num_rows)
+        return LayerCache(Slots(len(stacks), table), (0,) * num_rows, stacks, window, single)
 
     @torch.no_grad()
     def append(
@@ -370,12 +432,8 @@ class LayerCache:
                 source, output = output[0], output[:, step.last]
             found.append(stack.finish(output))
         features = found[0] if len(found) == 1 else torch.cat(found)
-        return replace(self, lengths=step.lengths), features[0] if self.single else features
-
-    def select(self, rows: Tensor) -> LayerCache:
-        """Keep the rows ``rows`` [R] (long), in that order."""
-        lengths = tuple(self.lengths[row] for row in rows.tolist())
-        return replace(self, slots=self.slots.select(rows), lengths=lengths)
+        cache = replace(self, lengths=self.grown(counts))
+        return cache, features[0] if self.single else features
 
 
 Copies = tuple[tuple[Stack, ...], Callable[[int], Tensor]]  # and what makes their waves
@@ -422,7 +480,6 @@ class Step:
     Attributes:
         last: places of the rows' last ones among all.
         waves: [2, B * T, h], theirs.
-        lengths: per row the positions remembered afterwards.
     """
 
     def __init__(self, cache: LayerCache, counts: Sequence[int], num_new: int) -> None:
@@ -430,7 +487,6 @@ class Step:
         device = self._device = waves.device
         final = [max(count, 1) - 1 for count in counts]
         self.num_new, self.num_rows = num_new, len(before)
-        self.lengths = tuple(n + count for n, count in zip(before, counts, strict=True))
         self._window, self._most = cache.window, max(before) + num_new
         self._start = before[0]
         self._spans: list[tuple[slice, slice, Tensor | None]] | None = None

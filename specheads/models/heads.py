@@ -20,14 +20,14 @@ are pruned), B rows, n nodes of a level, D heads in use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specheads.config.training import LM_HEADS
+from specheads.config.training import LM_HEADS, HeadsConfig
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import Embed
 from specheads.models.blocks import (
@@ -43,38 +43,12 @@ from specheads.models.blocks import (
 )
 from specheads.models.head_cache import LayerCache
 from specheads.models.kinds import Begin, Heads, multiplied
-from specheads.models.output import FINAL
+from specheads.models.output import FINAL, OutputLayer
 from specheads.system.errors import check, one_of
-
-if TYPE_CHECKING:
-    from specheads.config import HeadsConfig
-    from specheads.models.output import OutputLayer
 
 _MAX_STACKED = 1 << 22  # parameters that a snapshot may copy
 MAX_TABLE = 1 << 23  # numbers in the tables of one kind; beyond, products are computed
 _SIZES = ("num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head")
-
-
-class Form(TypedDict, total=False):
-    """What some Medusa heads have, and others have not.
-
-    Attributes:
-        rank: low_rank: the inner size.
-        num_kept: pruned, shared_pruned: V', the number of tokens (choose them with
-            ``init_from_output``).
-        markov_rank: inner size of the bias from the token drafted before; 0 for none.
-        condition: read the tokens drafted before (Hydra).
-        joined: read them as published Hydra heads do, side by side with the hidden state; only with
-            ``condition``.
-        prefix: sizes of one attention layer in front of all heads, see :class:`PrefixLayer`.
-    """
-
-    rank: int
-    num_kept: int
-    markov_rank: int
-    condition: bool
-    joined: bool
-    prefix: dict[str, Any] | None
 
 
 class MedusaHeads(nn.Module, Heads):
@@ -88,7 +62,14 @@ class MedusaHeads(nn.Module, Heads):
         lm_head: ``own``, one matrix per head (fill it with ``init_from_output``); ``shared``, the
             base's; ``low_rank``, one ``up @ down`` per head; ``pruned``, own ones for some tokens;
             ``shared_pruned``, the base's rows of some tokens, of which only the map is stored.
-        **form: see :class:`Form`.
+        rank: low_rank: the inner size.
+        num_kept: pruned, shared_pruned: V', the number of tokens (choose them with
+            ``init_from_output``).
+        markov_rank: inner size of the bias from the token drafted before; 0 for none.
+        condition: read the tokens drafted before (Hydra).
+        joined: read them as published Hydra heads do, side by side with the hidden state; only with
+            ``condition``.
+        prefix: sizes of one attention layer in front of all heads, see :class:`PrefixLayer`.
 
     Attributes:
         token_map: [V'] token ids that the heads can guess; None for all.
@@ -98,6 +79,10 @@ class MedusaHeads(nn.Module, Heads):
     """
 
     config_keys: ClassVar[tuple[str, ...]] = _SIZES
+    stored: ClassVar[tuple[str, ...]] = (
+        "num_heads", "num_layers", "lm_head", "rank", "num_kept", "correction", "markov_rank",
+        "prefix_layer", "prefix", "hidden_size", "vocab_size",
+    )  # fmt: skip
     compressible: ClassVar[bool] = True
     for_draft_model: ClassVar[bool] = True
     taps = (FINAL,)
@@ -110,12 +95,15 @@ class MedusaHeads(nn.Module, Heads):
         hidden_size: int,
         vocab_size: int,
         lm_head: str = "own",
-        **form: Unpack[Form],
+        *,
+        rank: int = 0,
+        num_kept: int = 0,
+        markov_rank: int = 0,
+        condition: bool = False,
+        joined: bool = False,
+        prefix: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        rank, num_kept = form.get("rank", 0), form.get("num_kept", 0)
-        markov_rank, prefix = form.get("markov_rank", 0), form.get("prefix")
-        condition, joined = form.get("condition", False), form.get("joined", False)
         most = min(hidden_size, vocab_size)
         low_rank, pruned = lm_head == "low_rank", lm_head in ("pruned", "shared_pruned")
         shared = lm_head in ("shared", "shared_pruned")
@@ -142,9 +130,7 @@ class MedusaHeads(nn.Module, Heads):
         def own_matrix() -> nn.Linear | LowRank | None:
             if low_rank:
                 return LowRank(vocab_size, rank, hidden_size)
-            if shared:
-                return None
-            return nn.Linear(hidden_size, self.num_outputs, bias=False)
+            return None if shared else nn.Linear(hidden_size, self.num_outputs, bias=False)
 
         def reader(num_tokens: int) -> ZeroLinear | Joined | None:
             if joined:
@@ -158,6 +144,7 @@ class MedusaHeads(nn.Module, Heads):
             MedusaHead(num_layers, hidden_size, own_matrix(), correction(), reader(i + 1))
             for i in range(num_heads)
         )
+        self.prefix_layer = bool(prefix)
         self.prefix = PrefixLayer(prefix) if prefix else None
 
     @classmethod
@@ -190,27 +177,15 @@ class MedusaHeads(nn.Module, Heads):
         Raises:
             ValueError: if there are no such heads.
         """
-        known = (*_SIZES, *Form.__annotations__)
+        known = (*_SIZES, "rank", "num_kept", "markov_rank", "joined", "prefix")
         sizes = {key: config[key] for key in known if key in config}
         return cls(**sizes, condition=config["kind"] == "hydra")
 
     def to_config(self) -> dict[str, Any]:
         """Return what :meth:`from_config` builds the same heads from, as JSON."""
-        return {
-            "kind": self.kind,
-            "num_heads": self.num_heads,
-            "num_layers": self.num_layers,
-            "lm_head": self.lm_head,
-            "rank": self.rank,
-            "num_kept": 0 if self.token_map is None else self.num_outputs,
-            "correction": "markov" if self.markov_rank else "none",
-            "markov_rank": self.markov_rank,
-            "prefix_layer": self.prefix is not None,
-            "prefix": None if self.prefix is None else self.prefix.sizes,
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            **({"joined": True} if self.joined else {}),
-        }
+        prefix = None if self.prefix is None else self.prefix.sizes
+        joined = {"joined": True} if self.joined else {}
+        return super().to_config() | {"prefix": prefix} | joined
 
     def make_tables(self) -> None:
         """Compute the prefix layer's rotary table, which no file holds."""
@@ -265,8 +240,7 @@ class MedusaHeads(nn.Module, Heads):
                 head.get_parameter("lm_head.up.weight").copy_(up)
                 head.get_parameter("lm_head.down.weight").copy_(down)
             elif head.lm_head is not None:
-                own = weight if self.token_map is None else weight[self.token_map.to(weight.device)]
-                head.get_parameter("lm_head.weight").copy_(own)
+                head.get_parameter("lm_head.weight").copy_(self.guessed_rows(weight))
 
     def contextual(
         self,
@@ -326,9 +300,7 @@ class MedusaHeads(nn.Module, Heads):
         Some of them are a copy, through which gradients go. Decoding makes one for a text, never
         for a step (9 MB of 8,192 rows of 576 in bfloat16): so no copy of other weights is used.
         """
-        if self.lm_head != "shared_pruned" or self.token_map is None:
-            return base_weight
-        return base_weight[self.token_map.to(base_weight.device)]
+        return self.guessed_rows(base_weight) if self.lm_head == "shared_pruned" else base_weight
 
     def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
         """Return a function that returns how the heads, as they are then, begin a step.
@@ -406,17 +378,18 @@ class Steps:
         if heads.condition:
             heads.required(embed)
         self.heads, self.output, self.embed, self.depth = heads, output, embed, depth
+        parts = [heads.head(i) for i in range(depth)]
+        # of what tables are made; joined heads have none, as what a token adds there depends on the
+        # hidden state beside it
+        fits = heads.vocab_size * heads.hidden_size * depth * (depth + 1) // 2 <= MAX_TABLE
+        self._conditions = [x.condition for x in parts if x.condition is not None and fits]
+        fits = heads.vocab_size * heads.num_outputs * depth <= MAX_TABLE
+        self._markov = [x.markov for x in parts if x.markov is not None and fits]
         # what each token adds, for all tokens of the vocabulary: per place j of a path
         # [V, (D - j) * d] to the inputs of heads j, ...; and per head [V, V'] to its logits
         self.conditions: list[Tensor] = []
         self.biases: list[Tensor] = []
         self._sources: list[Tensor] = []  # what the tables were made of
-        width = heads.hidden_size
-        size = heads.vocab_size * width * depth * (depth + 1) // 2
-        # joined heads have no table: what a token adds depends on the hidden state beside it
-        self._tabulates_conditions = heads.condition and not heads.joined and size <= MAX_TABLE
-        size = heads.vocab_size * heads.num_outputs * depth
-        self._tabulates_biases = heads.markov_rank > 0 and size <= MAX_TABLE
         self.offset: Tensor | None = None  # [D * d], the conditions' own biases
         self.products: Callable[[Tensor], Tensor] | None = None
         self.rows: Tensor | None = None  # of the base's output matrix, where heads share them
@@ -426,17 +399,13 @@ class Steps:
         """Take the weights as they are now, and return :meth:`begin`."""
         if self.heads.condition:  # the products of others hold them
             self.rows = self.heads.shared_rows(self.output.weight)
-        parts = [self.heads.head(i) for i in range(self.depth)]
-        conditions = [part.condition for part in parts if part.condition is not None]
-        conditions *= self._tabulates_conditions
-        markov = [part.markov for part in parts if part.markov is not None] * self._tabulates_biases
+        conditions, markov = self._conditions, self._markov
         sources = [each.weight for each in conditions]
         sources += [weight for each in markov for weight in (each.down.weight, each.up.weight)]
         ids = torch.arange(self.heads.vocab_size, device=self.output.weight.device)
         if conditions:
             sources.append(self.heads.embedded(ids, self.embed))  # not joined: they have no table
-            offset = torch.cat([each.bias for each in conditions])
-            self.offset = _wide(offset)
+            self.offset = _wide(torch.cat([each.bias for each in conditions]))
         elif not self.heads.condition:
             self.products = self.heads.own_products(self.output)
         # training writes weights in ways that no version counter sees, so that they are compared

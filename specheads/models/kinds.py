@@ -105,6 +105,8 @@ class Heads(Protocol):
 
     Attributes:
         config_keys: keys of config.json without which an export of this kind is refused.
+        stored: the attributes that ``to_config`` gives beside ``kind``; where a kind does not say,
+            those called as its ``config_keys``.
         compressible: the output matrices can be made smaller (``export lm_head=``). What has a
             value here is so unless a kind says otherwise.
         for_draft_model: the heads can guess for a draft model, whose tokens are not certain.
@@ -120,6 +122,7 @@ class Heads(Protocol):
         lm_head: ``shared``, the base's output matrix; ``shared_pruned``, some of its rows; any
             other word: matrices of their own.
         token_map: [V'] token ids that the heads can guess; None for all.
+        markov_rank: of the bias on the logits from the token drafted before; 0 for none.
         kind: its name in config.json.
         taps: the hidden states of the base that they read, side by side if several.
         sequential: a head reads tokens drafted before its own.
@@ -135,6 +138,7 @@ class Heads(Protocol):
     """
 
     config_keys: ClassVar[tuple[str, ...]]
+    stored: ClassVar[tuple[str, ...]] = ()
     compressible: ClassVar[bool] = False
     for_draft_model: ClassVar[bool] = False
     unseen_settings: ClassVar[tuple[str, ...]] = ()
@@ -146,6 +150,7 @@ class Heads(Protocol):
     vocab_size: int
     lm_head: str
     token_map: Tensor | None
+    markov_rank: int = 0
     kind: str
     taps: tuple[str, ...]
     sequential: bool
@@ -188,6 +193,18 @@ class Heads(Protocol):
 
     def to_config(self) -> dict[str, Any]:
         """Return what :meth:`from_config` builds the same heads from, ``kind`` included; JSON."""
+        keys = ("kind", *(self.stored or self.config_keys))
+        return {key: getattr(self, key) for key in keys}
+
+    @property
+    def num_kept(self) -> int:
+        """How many tokens can be guessed where some were pruned, else 0."""
+        return 0 if self.token_map is None else self.num_outputs
+
+    @property
+    def correction(self) -> str:
+        """What corrects the logits by the token drafted before, as settings call it."""
+        return "markov" if self.markov_rank else "none"
 
     def make_tables(self) -> None:
         """Compute the buffers that no file holds (rotary tables), after a build without memory."""
@@ -233,11 +250,13 @@ class Heads(Protocol):
             raise ValueError("these heads read tokens through embed, which is None")
         return embed
 
+    def guessed_rows(self, of: Tensor) -> Tensor:
+        """Return those of a tensor [V, ...] that are of the V' tokens; no copy if that is all."""
+        return of if self.token_map is None else of[self.token_map.to(of.device)]
+
     def output_bias(self, bias: Tensor | None) -> Tensor | None:
         """Return the entries [V'] of the base's output bias [V] that the heads use."""
-        if bias is None or self.token_map is None:
-            return bias
-        return bias[self.token_map.to(bias.device)]
+        return None if bias is None else self.guessed_rows(bias)
 
     def map_labels(self, labels: Tensor) -> Tensor:
         """Return the places of token ids among the V'; IGNORE for those that cannot be guessed."""

@@ -80,6 +80,11 @@ def expect(fits: bool, key: str, value: object, expected: object) -> None:
         raise ConfigError(f"{key} is {value!r:.40}, expected {expected}")
 
 
+def _hold(fits: bool, found: str, expected: object) -> None:
+    if not fits:
+        raise ConfigError(f"{found}, expected {expected}")
+
+
 def nested(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield every value of nested objects with the keys that lead to it; those of a list each."""
     if isinstance(values, dict):
@@ -174,12 +179,9 @@ def read_manifest(path: Path, what: str = "export") -> dict[str, Any]:
             raise ConfigError(
                 f"{path / MANIFEST} lists {name!r:.80}, which is no file of that folder"
             )
-        if not (
-            isinstance(entry, dict)
-            and type(entry.get("size")) is int
-            and isinstance(entry.get("sha256"), str)
-            and SHA256.fullmatch(entry["sha256"])
-        ):
+        sized = isinstance(entry, dict) and type(entry.get("size")) is int
+        digest = entry.get("sha256") if sized else None
+        if not (isinstance(digest, str) and SHA256.fullmatch(digest)):
             raise ConfigError(f"{path / MANIFEST} must give {name} a size and a sha256")
     return manifest
 
@@ -271,20 +273,13 @@ def _depth(content: Any) -> int:
 
 def write_json(file: Path, content: dict[str, Any], *, strict: bool = True) -> None:
     """Write a JSON object and flush it to the disk; ``strict``: NaN and infinities as null."""
+    if strict:  # a figure that could not be measured must not keep the rest from being written
+        content = json.loads(json.dumps(content), parse_constant=lambda name: None)
     with file.open("w", encoding="utf-8") as out:
-        json.dump(_finite(content) if strict else content, out, indent=2, ensure_ascii=False)
+        json.dump(content, out, indent=2, ensure_ascii=False)
         out.write("\n")
         out.flush()
         os.fsync(out.fileno())
-
-
-def _finite(content: Any) -> Any:
-    # a figure that could not be measured must not keep what was trained from being written
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 # as safetensors calls them
@@ -346,14 +341,11 @@ def check_header(file: Path, wanted: Mapping[str, Tensor], *, exact: bool = Fals
         )
     for name, tensor in wanted.items():
         shape, dtype = found[name]
-        if shape != tuple(tensor.shape):
-            raise ConfigError(
-                f"{file}: {name} has shape {list(shape)}, expected {list(tensor.shape)}"
-            )
+        size = list(tensor.shape)
+        _hold(list(shape) == size, f"{file}: {name} has shape {list(shape)}", size)
         free = tensor.is_floating_point() and not exact
         kinds = _FLOATS if free else (_CODES.get(tensor.dtype, str(tensor.dtype)),)
-        if dtype not in kinds:
-            raise ConfigError(f"{file}: {name} holds {dtype}, expected {' or '.join(kinds)}")
+        _hold(dtype in kinds, f"{file}: {name} holds {dtype}", " or ".join(kinds))
 
 
 def read_tensors(file: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -573,10 +565,7 @@ class TensorFiles:
             ConfigError: if it holds something else.
         """
         shape, dtype = self.header[name]
-        if dtype not in _FLOATS:
-            raise ConfigError(
-                f"{self.where}: {name} holds {dtype}, expected floating-point numbers"
-            )
+        _hold(dtype in _FLOATS, f"{self.where}: {name} holds {dtype}", "floating-point numbers")
         return shape
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -642,14 +631,12 @@ def open_pickle(file: Path, *, allow_pickle: bool) -> TensorFiles:
         if unpacked > (size := file.stat().st_size):
             raise ConfigError(f"{file} has {size} bytes, unpacked {unpacked}: no .pt is packed")
         found = torch.load(file, map_location="cpu", weights_only=True)
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} holds a {type(found).__name__}, expected tensors by name")
+    named = "tensors by name"
+    _hold(isinstance(found, dict), f"{file} holds a {type(found).__name__}", named)
     header = {}
     for name, tensor in found.items():
-        if not isinstance(name, str) or type(tensor) not in (Tensor, torch.nn.Parameter):
-            raise ConfigError(
-                f"{file}: {name!r:.80} is a {type(tensor).__name__}, expected tensors by name"
-            )
+        known = isinstance(name, str) and type(tensor) in (Tensor, torch.nn.Parameter)
+        _hold(known, f"{file}: {name!r:.80} is a {type(tensor).__name__}", named)
         plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not plain or tensor.dtype not in _CODES:
             raise ConfigError(f"{file}: {name} holds {tensor.dtype}, which no head is made of")
@@ -694,6 +681,5 @@ def check_moments(path: Path, trained: Mapping[str, Tensor]) -> None:
             raise ConfigError(f"{path} is of another model: {name} belongs to nothing here")
         known = [tuple(trained[parameter].shape)] if key in _MOMENTS else [shape]
         known = [(), (1,)] if key == "step" else known  # counts are one number
-        if shape not in known:
-            expected = " or ".join(str(list(each)) for each in known)
-            raise ConfigError(f"{path}: {name} has shape {list(shape)}, expected {expected}")
+        expected = " or ".join(str(list(each)) for each in known)
+        _hold(shape in known, f"{path}: {name} has shape {list(shape)}", expected)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from specheads.config import ConfigError
+from specheads.config import ConfigError, MtpConfig
 from specheads.models.adapters import plain_copy
 from specheads.models.base import Embed
 from specheads.models.forward import undisturbed
@@ -30,18 +30,16 @@ from specheads.models.head_cache import (
     WINDOWED,
     Groups,
     LayerCache,
+    Slots,
     attention_of,
     odd_numbers,
     odd_part,
 )
 from specheads.models.kinds import Begin, Heads
 from specheads.models.manifest import one_line
-from specheads.models.mtp_walk import MtpWalk, TextCache, empty_texts
+from specheads.models.mtp_walk import MtpWalk, TextCache
 from specheads.models.output import FINAL, TRUNK, OutputLayer, final_norm, last_layer
 from specheads.system.errors import check, one_of
-
-if TYPE_CHECKING:
-    from specheads.config import MtpConfig
 
 
 def block_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -72,9 +70,7 @@ def config_from_json(values: dict[str, Any]) -> PreTrainedConfig:
     kind = values.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"block.model_type is {kind!r}, which transformers does not know")
-    found = CONFIG_MAPPING[kind](**values)
-    assert isinstance(found, PreTrainedConfig)
-    return found
+    return CONFIG_MAPPING[kind](**values)
 
 
 def decoder_like(config: PreTrainedConfig) -> Any:
@@ -121,8 +117,7 @@ class MtpLayer(nn.Module):
     ) -> None:
         super().__init__()
         width, epsilon = config.hidden_size, getattr(config, "rms_norm_eps", None)
-        kind: Any = type(like.norm)
-        norm = partial(kind, width, **({"eps": epsilon} if epsilon else {}))
+        norm = partial(type(like.norm), width, **({"eps": epsilon} if epsilon else {}))
         self.block = type(like.layers[-1])(config, 0)
         self.norm = norm()
         self.enorm = norm() if sequential else None
@@ -169,6 +164,7 @@ class MtpHeads(nn.Module, Heads):
 
     kind = "mtp"
     config_keys: ClassVar[tuple[str, ...]] = (*_KEYS[:3], *_KEYS[4:])  # hidden_first may be missing
+    stored: ClassVar[tuple[str, ...]] = _KEYS
     unseen_settings: ClassVar[tuple[str, ...]] = ("variant", "hidden_first")
     tensor_prefix: ClassVar[str] = "mtp."
     token_map = None
@@ -253,10 +249,6 @@ class MtpHeads(nn.Module, Heads):
                 f"block.hidden_size is {heads.hidden_size}, hidden_size {config['hidden_size']}"
             )
         return heads
-
-    def to_config(self) -> dict[str, Any]:
-        """Return what :meth:`from_config` builds the same heads from, as JSON."""
-        return {"kind": self.kind, **{key: getattr(self, key) for key in _KEYS}}
 
     def make_tables(self) -> None:
         """Compute the rotary table, which no file holds."""
@@ -424,7 +416,13 @@ class MtpHeads(nn.Module, Heads):
         if self.sequential:
             weight, embed = next(self.parameters()), self.required(embed)
             root = weight.new_zeros(self.num_heads, num_rows, self.hidden_size)
-            return empty_texts(self.attend, self.waves, embed, self._window(), root)
+            ends = torch.zeros(num_rows, dtype=torch.long, device=root.device)
+
+            def table(capacity: int) -> Any:
+                return self.waves(root, torch.arange(capacity, device=root.device)[None])
+
+            slots, lengths = Slots(self.num_heads, table), (0,) * num_rows
+            return TextCache(slots, lengths, embed, ends, root, self.attend, self._window())
         layers = [(each.block, each.norm) for each in map(self.layer, range(self.num_heads))]
         groups: Groups = [layers] if self.variant == "parallel" else [[each] for each in layers]
         window = attention_of(self.config)[1]

@@ -19,19 +19,13 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     GenerationMixin,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-    MistralConfig,
-    MistralForCausalLM,
-    MistralModel,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3Model,
 )
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.models.mistral import MistralConfig, MistralForCausalLM, MistralModel
+from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from specheads.config import ConfigError
 from specheads.models.checkpoint import save_as
@@ -84,34 +78,25 @@ class Qwen3MtpConfig(Qwen3Config):
     mtp_layer_types: list[str] | None = None
 
 
-def check_prompt(model: PreTrainedModel, num_tokens: int) -> None:
-    """Refuse a prompt behind which transformers (5.23) cannot draft with MTP modules.
+def _candidate_generator(
+    self: Any, generation_config: GenerationConfig, input_ids: torch.Tensor, **kwargs: Any
+) -> Any:
+    """Do as transformers does, for prompts that it (5.23) can draft behind with MTP modules.
 
     It cuts as many tokens from the modules' cache as there are modules, and ends in an error about
     the sizes of tensors where there are fewer.
 
-    Args:
-        model: whose ``generate(use_mtp=True)`` is called.
-        num_tokens: of the prompt.
-
     Raises:
         ConfigError: for fewer tokens than modules.
     """
-    number = getattr(model.config.get_text_config(), "num_mtp_layers", None) or 0
-    if num_tokens < number:
+    number = getattr(self.config.get_text_config(), "num_mtp_layers", None) or 0
+    if generation_config.use_mtp and (num_tokens := input_ids.shape[1]) < number:
         raise ConfigError(
             f"use_mtp: the prompt of {num_tokens} tokens is shorter than the {number} MTP modules,"
             f" and transformers cannot draft behind it: give at least {number} tokens, or leave"
             " use_mtp out"
         )
 
-
-def _candidate_generator(
-    self: Any, generation_config: GenerationConfig, input_ids: torch.Tensor, **kwargs: Any
-) -> Any:
-    """Do as transformers does, for prompts that it can draft behind."""
-    if generation_config.use_mtp:
-        check_prompt(self, input_ids.shape[1])
     theirs: Any = GenerationMixin._get_candidate_generator
     return theirs(self, generation_config, input_ids, **kwargs)
 

@@ -29,36 +29,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specheads.models.base import Embed
-from specheads.models.head_cache import Slots
+from specheads.models.head_cache import RootCache, rows_at
 
 Run = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class TextCache:
+class TextCache(RootCache):
     """What modules that read tokens remember of every row, as it is after :meth:`append`.
+
+    A row's length is the position of its root, whose token the modules have read: ``root`` is G^k
+    there, [K, B, d]; where the text is too short for it, anything finite.
 
     Attributes:
         run: runs module k: its number, what the module before made [B, T, d], the tokens'
             embeddings [B, T, d], an additive mask [B, 1, T, L], positions [B, T], their position
             embeddings, and a :class:`TreeLayer`; returns G^k [B, T, d] last, as
             ``MtpHeads.attend`` does.
-        embed: the base's input embedding.
         window: how many tokens a layer looks back upon, itself included; None for all.
-        slots: keys and values, and position embeddings; slots behind a row's length hold nothing.
-        lengths: per row the position of the root, which is the number of slots in use.
-        ends: the same, [B] long where the heads lie.
-        root: [K, B, d], G^k at the root; where the text is too short for it, anything finite.
     """
 
     run: Run
-    embed: Embed
     window: int | None
-    slots: Slots
-    lengths: tuple[int, ...]
-    ends: Tensor
-    root: Tensor
 
     def append(
         self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
@@ -104,7 +96,6 @@ class TextCache:
             layer = self.slots.layers[i]
             found.append(self.run(i, before, embedded, mask, places, waves, layer)[1])
         every = torch.stack(found)
-        lengths = tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
         if num_rows == 1:
             ends = self.ends + counts[0]
             root = every[:, :, counts[0] - 1] if counts[0] else self.root
@@ -115,51 +106,7 @@ class TextCache:
             root = every[:, rows, (new - 1).clamp(min=0)]
             if min(counts) == 0:
                 root = torch.where(new[:, None] > 0, root, self.root)
-        return replace(self, lengths=lengths, ends=ends, root=root), every
-
-    def select(self, rows: Tensor) -> TextCache:
-        """Keep the rows ``rows`` [R] (long), in that order."""
-        here = rows.to(self.ends.device)
-        slots, lengths = self.slots.select(here), tuple(self.lengths[row] for row in rows.tolist())
-        ends, root = self.ends[here], self.root[:, here]
-        return replace(self, slots=slots, lengths=lengths, ends=ends, root=root)
-
-    def as_it_was(self, lengths: Sequence[int], every: Tensor) -> TextCache:
-        """Return this cache of one row as it was when the root stood elsewhere, one row for each.
-
-        Args:
-            lengths: positions of the root, of the rows to come.
-            every: [K, 1, T, d], G^k at the positions from 1 on, as :meth:`read` returned them.
-        """
-        ends = torch.tensor(lengths, device=self.ends.device)
-        cache = self.select(torch.zeros_like(ends))
-        return replace(cache, lengths=tuple(lengths), ends=ends, root=every[:, 0, ends - 1])
-
-
-def empty_texts(
-    run: Run,
-    rotary: Callable[[Tensor, Tensor], Any],
-    embed: Embed,
-    window: int | None,
-    root: Tensor,
-) -> TextCache:
-    """Return the cache of rows of which nothing was read yet.
-
-    Args:
-        run: see :class:`TextCache`.
-        rotary: makes position embeddings of positions, as the layers take them.
-        embed: the base's input embedding.
-        window: see :class:`TextCache`.
-        root: [K, B, d], zeros, of the modules' device and dtype.
-    """
-    num_modules, num_rows = root.shape[:2]
-    ends = torch.zeros(num_rows, dtype=torch.long, device=root.device)
-
-    def table(capacity: int) -> Any:
-        return rotary(root, torch.arange(capacity, device=root.device)[None])
-
-    slots = Slots(num_modules, table)
-    return TextCache(run, embed, window, slots, (0,) * num_rows, ends, root)
+        return replace(self, lengths=self.grown(counts), ends=ends, root=root), every
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -177,8 +124,7 @@ class MtpWalk:
     """One step's way down the tree; to be called under ``torch.no_grad()``.
 
     Args:
-        module_logits: maps a module's number and what the module makes [B, n, d] to logits
-            [B, n, V].
+        logits: maps a module's number and what the module makes [B, n, d] to logits [B, n, V].
         hidden: [K, B, d], what the modules make of the roots.
         root: [B], the last certain tokens.
         memory: of the texts up to there.
@@ -189,13 +135,9 @@ class MtpWalk:
     """
 
     def __init__(
-        self,
-        module_logits: Callable[[int, Tensor], Tensor],
-        hidden: Tensor,
-        root: Tensor,
-        memory: TextCache,
+        self, logits: Callable[..., Tensor], hidden: Tensor, root: Tensor, memory: TextCache
     ) -> None:
-        self._module_logits, self._hidden, self._memory = module_logits, hidden, memory
+        self._logits, self._hidden, self._memory = logits, hidden, memory
         self.depth, self.tokens = 0, root[:, None]
         self._made = hidden[0][:, None]  # [B, 1 + N, d], of this level's module, root first
         self._embedded = hidden.new_zeros(len(root), 0, hidden.shape[-1])
@@ -206,7 +148,7 @@ class MtpWalk:
 
     def logits(self) -> Tensor:
         """Return what the module of this level says at its nodes, [B, n, V]."""
-        return self._module_logits(self.depth, self._made[:, -self.tokens.shape[1] :])
+        return self._logits(self.depth, self._made[:, -self.tokens.shape[1] :])
 
     def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
         """Go to nodes one deeper.
@@ -221,7 +163,7 @@ class MtpWalk:
         if parents is None:
             parents = torch.arange(num_new, device=tokens.device)
         above = (first + parents).expand(num_rows, -1)
-        lines = _rows(self._lines, above)
+        lines = rows_at(self._lines, above)
         own = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(num_rows, -1, -1)
         lines = torch.cat([F.pad(self._lines, (0, num_new)), torch.cat([lines, own], 2)], dim=1)
         self._lines, self._above = lines, torch.cat([self._above, above], dim=1)
@@ -249,15 +191,10 @@ class MtpWalk:
         behind = (ends + torch.arange(num_nodes, device=ends.device))[:, None].expand_as(lines)
         mask = additive(certain.scatter(2, behind, lines), memory.root.dtype)
         waves, layer = _at(memory.slots.waves, places), memory.slots.layers[module]
-        before = _rows(self._made, self._above)
+        before = rows_at(self._made, self._above)
         return memory.run(module, before, self._embedded, mask, places, waves, layer)[1]
 
 
 def _at(waves: Any, places: Tensor) -> Any:
     """Return the position embeddings [B, T, ...] of the slots ``places`` [B, T]."""
     return tuple(w[0, places] for w in waves) if isinstance(waves, tuple) else waves[0, places]
-
-
-def _rows(table: Tensor, places: Tensor) -> Tensor:
-    """Return rows [B, n, ...] of tables [B, m, ...], by their places [B, n]."""
-    return table.gather(1, places[..., None].expand(-1, -1, table.shape[2]))

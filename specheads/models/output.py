@@ -11,7 +11,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,30 +52,24 @@ def capture_hidden(
     def mine() -> bool:
         return every_thread or threading.get_ident() == thread
 
-    def keep_final(_module: nn.Module, _args: Any, output: Any) -> None:
-        if mine():
-            found = output[0] if isinstance(output, tuple) else output.last_hidden_state
-            captured[FINAL] = found
-
     def keep_trunk(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if mine():
             captured[TRUNK] = args[0] if args else kwargs["hidden_states"]
 
     def keep(tap: str, _module: nn.Module, _args: Any, output: Any) -> None:
         if mine():
-            captured[tap] = output[0] if isinstance(output, tuple) else output
+            found = output[0] if isinstance(output, tuple) else output
+            captured[tap] = found.last_hidden_state if tap == FINAL and found is output else found
 
     handles = []
     try:
         for tap in taps:
-            if tap == FINAL:
-                handles.append(_decoder(model).register_forward_hook(keep_final))
-            elif tap == TRUNK:
+            if tap == TRUNK:
                 last = _layers(model)[-1]
                 handles.append(last.register_forward_pre_hook(keep_trunk, with_kwargs=True))
             else:
-                layer = _layers(model)[_layer_number(model, tap)]
-                handles.append(layer.register_forward_hook(partial(keep, tap)))
+                part = _decoder(model) if tap == FINAL else _numbered_layer(model, tap)
+                handles.append(part.register_forward_hook(partial(keep, tap)))
         yield captured
     finally:
         for handle in handles:
@@ -103,14 +97,15 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def _layer_number(model: PreTrainedModel, tap: str) -> int:
-    number, count = tap.removeprefix(LAYER), len(_layers(model))
+def _numbered_layer(model: PreTrainedModel, tap: str) -> nn.Module:
+    number, layers = tap.removeprefix(LAYER), _layers(model)
+    count = len(layers)
     if not tap.startswith(LAYER) or not number.isdecimal() or int(number) >= count:
         raise ValueError(
             f"tap {tap!r}: expected {FINAL}, {TRUNK} or {LAYER}0 to {LAYER}{count - 1}, one of the"
             f" layers of {type(model).__name__}"
         )
-    return int(number)
+    return layers[int(number)]
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
@@ -197,9 +192,7 @@ class OutputLayer:
     @property
     def weight(self) -> Tensor:
         """The output matrix [V, d]."""
-        weight = self.module.weight
-        assert isinstance(weight, Tensor)
-        return weight
+        return cast(Tensor, self.module.weight)
 
     @property
     def bias(self) -> Tensor | None:

@@ -133,13 +133,11 @@ class KeptProduct:
 
 
 def _laid_out(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _FEW_ROWS)
-    return packed
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _FEW_ROWS)
 
 
 def _multiplied(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    made: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return made
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 def _state(weight: Tensor) -> tuple[int, int]:

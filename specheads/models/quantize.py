@@ -151,11 +151,9 @@ def plain_weight(module: nn.Module) -> Tensor:
 
         # peft's own helper leaves an int8 layer on the CPU without its scales
         if (state := getattr(weight, "quant_state", None)) is not None:
-            numbers: Tensor = bnb.dequantize_4bit(weight.data, state)
-        else:
-            scales = weight.SCB if weight.SCB is not None else module.state.SCB  # type: ignore[union-attr]
-            numbers = bnb.int8_vectorwise_dequant(weight.data, scales)
-        return numbers
+            return bnb.dequantize_4bit(weight.data, state)
+        scales = weight.SCB if weight.SCB is not None else module.state.SCB  # type: ignore[union-attr]
+        return bnb.int8_vectorwise_dequant(weight.data, scales)
     if not (isinstance(weight, Tensor) and weight.is_floating_point()):
         raise ConfigError(
             f"a {type(module).__name__} cannot be dequantised: leave adapter.merge=false"

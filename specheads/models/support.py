@@ -16,20 +16,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from specheads.attention.cache import TreeCache
-from specheads.attention.mask import SUPPORTED_ATTENTION, held, tree_attention
+from specheads.attention.mask import SUPPORTED_ATTENTION, hearing, tree_attention
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError
 from specheads.models.base import context_length, input_device
@@ -301,8 +298,7 @@ def compare(
     # what is padded comes after what is compared
     linear = pad_rows([torch.cat([prompt[0], row]).tolist() for row in rows], device)
     rules: list[Callable[..., Tensor]] = []
-    with held(_heard, rules):
-        _listen()
+    with hearing(rules):
         positions = first_position + torch.arange(linear.shape[1], device=device)[None]
         given = {"position_ids": positions} if first_position else {}
         output = model(input_ids=linear, use_cache=False, logits_to_keep=width + 1, **given)
@@ -321,26 +317,6 @@ def compare(
         largest = max(float(theirs.abs().max()) for _, theirs in pairs)
         return Comparison(error, 1e-3 * spread, error / largest if largest else 0.0, rules)
     return Comparison(float(errors.square().mean(-1).sqrt().mean()), 0.05 * spread, 0.0, rules)
-
-
-_heard: ContextVar[list[Callable[..., Tensor]] | None] = ContextVar("specheads_rules", default=None)
-
-
-@lru_cache(maxsize=1)
-def _listen() -> None:
-    """Let :func:`compare` hear which mask rules are asked for; otherwise nothing changes."""
-    for name in SUPPORTED_ATTENTION:
-        AttentionMaskInterface.register(name, _hearing(ALL_MASK_ATTENTION_FUNCTIONS[name]))
-
-
-def _hearing(make_mask: Callable[..., Any]) -> Callable[..., Any]:
-    def make_heard_mask(*args: Any, **kwargs: Any) -> Any:
-        rules = _heard.get()
-        if rules is not None:
-            rules.append(kwargs["mask_function"])
-        return make_mask(*args, **kwargs)
-
-    return make_heard_mask
 
 
 def _hides(rules: list[Callable[..., Tensor]], window: int) -> bool:

@@ -162,23 +162,15 @@ class TappedLayer(nn.Module):
         self.width = width
         self.input_layernorm = Norm(size, eps=epsilon)
         self.post_attention_layernorm = Norm(size, eps=epsilon)
-        norms = {"q_norm": Norm(width, eps=epsilon), "k_norm": Norm(width, eps=epsilon)}
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(read, queries, bias=False),
-                "k_proj": nn.Linear(read, keys, bias=False),
-                "v_proj": nn.Linear(read, keys, bias=False),
-                "o_proj": ZeroLinear(queries, size, bias=False),
-                **(norms if normed else {}),
-            }
-        )
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(size, form.intermediate_size, bias=False),
-                "up_proj": nn.Linear(size, form.intermediate_size, bias=False),
-                "down_proj": ZeroLinear(form.intermediate_size, size, bias=False),
-            }
-        )
+        self.self_attn, self.mlp = nn.ModuleDict(), nn.ModuleDict()
+        for name, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+            self.self_attn[name] = nn.Linear(read, outputs, bias=False)
+        self.self_attn["o_proj"] = ZeroLinear(queries, size, bias=False)
+        for name in ("q_norm", "k_norm") if normed else ():
+            self.self_attn[name] = Norm(width, eps=epsilon)
+        for name in ("gate_proj", "up_proj"):
+            self.mlp[name] = nn.Linear(size, form.intermediate_size, bias=False)
+        self.mlp["down_proj"] = ZeroLinear(form.intermediate_size, size, bias=False)
 
     def keys(self, states: Tensor, waves: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys, normed and rotated, and values of states [B, T, read], [B, H, T, h] each.
@@ -201,10 +193,7 @@ class TappedLayer(nn.Module):
         read = attend(self._turned("q", states, waves), *self.keys(states, waves))
         x = x + self.self_attn["o_proj"](read.transpose(1, 2).flatten(2))
         normed, mlp = self.post_attention_layernorm(x), self.mlp
-        found: Tensor = x + mlp["down_proj"](
-            F.silu(mlp["gate_proj"](normed)) * mlp["up_proj"](normed)
-        )
-        return found
+        return x + mlp["down_proj"](F.silu(mlp["gate_proj"](normed)) * mlp["up_proj"](normed))
 
     def _turned(self, name: str, states: Tensor, waves: Tensor) -> Tensor:
         made = self._split(self.self_attn[f"{name}_proj"](states))
@@ -233,6 +222,7 @@ class TappedHeads(nn.Module, Heads):
     """
 
     unseen_settings: ClassVar[tuple[str, ...]] = ("form",)
+    form_class: ClassVar[type[TappedForm]]
     needs_embedding, one_matrix = True, True
     num_layers = 0  # all run before a head is asked
     token_map: Tensor | None  # a buffer
@@ -265,11 +255,24 @@ class TappedHeads(nn.Module, Heads):
         self.register_buffer("token_map", torch.arange(num_kept) if pruned else None)
         self.fc = nn.Linear(len(form.taps) * hidden_size, hidden_size, bias=False)
         self.norm = Norm(hidden_size, eps=form.rms_norm_eps)
-        own = {} if "shared" in lm_head else {"lm_head": (hidden_size, self.num_outputs)}
-        self.output = nn.ModuleDict(
-            {name: nn.Linear(*size, bias=False) for name, size in own.items()}
-        )
+        self.output = nn.ModuleDict()
+        if "shared" not in lm_head:
+            self.output["lm_head"] = nn.Linear(hidden_size, self.num_outputs, bias=False)
         self._product = KeptProduct()
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Build the heads that an export's config.json describes.
+
+        Raises:
+            ValueError: if there are no such heads.
+        """
+        sizes = {key: config[key] for key in cls.config_keys if key != "form"}
+        return cls(**sizes, form=cls.form_class.stored(config["form"]))
+
+    def to_config(self) -> dict[str, Any]:
+        """Return what :meth:`from_config` builds the same heads from, as JSON."""
+        return super().to_config() | {"form": self.form.to_json()}
 
     @torch.no_grad()
     def start_from(self, base: PreTrainedModel) -> None:
@@ -287,7 +290,7 @@ class TappedHeads(nn.Module, Heads):
         if self.token_map is not None and kept is not None:
             self.token_map.copy_(kept.unique())
         for matrix in self.output.values():
-            cast(nn.Linear, matrix).weight.copy_(self.shared_rows(weight, base=True))
+            cast(nn.Linear, matrix).weight.copy_(self.guessed_rows(weight))
 
     def make_tables(self) -> None:
         """Do nothing: rotary tables are made where they are used."""
@@ -302,13 +305,11 @@ class TappedHeads(nn.Module, Heads):
         """Return the matrix [V', d_i], the same of all heads."""
         return self.shared_rows(base_weight)
 
-    def shared_rows(self, base_weight: Tensor, *, base: bool = False) -> Tensor:
-        """Return the matrix [V', d]; with ``base`` always the base's rows."""
-        for matrix in () if base else self.output.values():
+    def shared_rows(self, base_weight: Tensor) -> Tensor:
+        """Return the matrix [V', d], the heads' own or the base's rows."""
+        for matrix in self.output.values():
             return cast(Tensor, matrix.weight)
-        if self.token_map is None:
-            return base_weight
-        return base_weight[self.token_map.to(base_weight.device)]
+        return self.guessed_rows(base_weight)
 
     @torch.no_grad()
     def own_products(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
@@ -321,6 +322,7 @@ class TappedHeads(nn.Module, Heads):
         return self.form.waves(torch.arange(capacity, device=self.fc.weight.device))
 
 
-def rows_at(states: Tensor, places: Tensor) -> Tensor:
-    """Return states [B, A, ...] at places [B, A] of states [B, T, ...]."""
-    return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))
+def attended(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Return what queries [B, G * H, Q, h] read of keys and values [B, H, L, h] under a mask."""
+    grouped = queries.shape[1] != keys.shape[1]
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)

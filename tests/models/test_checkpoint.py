@@ -312,9 +312,9 @@ def test_a_full_disk_leaves_the_earlier_export(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     places = (
-        (checkpoint, "save_tensors"),
-        (checkpoint, "write_json"),
-        (checkpoint, "write_manifest"),
+        (checkpoint.manifest, "save_tensors"),
+        (checkpoint.manifest, "write_json"),
+        (checkpoint.manifest, "write_manifest"),
     )
     for module, place in places:
         with monkeypatch.context() as patch:
