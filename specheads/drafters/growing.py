@@ -327,23 +327,34 @@ class TextRows:
     rows: list[Any]
     device: torch.device
 
-    @staticmethod
-    def start(prefill: Prefill, begin: Callable[[], Any]) -> TextRows:
-        """Read the prompts; ``begin`` makes a row without text."""
-        rows = [begin() for _ in prefill.ids]
+
+class TextDrafter:
+    """What drafters have in common that follow their texts in Python, each row by itself.
+
+    Attributes:
+        begin: makes a row without text.
+    """
+
+    taps: tuple[str, ...] = ()
+    deterministic = True
+    begin: Callable[[], Any]
+
+    def start(self, prefill: Prefill) -> TextRows:
+        """Read the prompts."""
+        rows = [self.begin() for _ in prefill.ids]
         for row, ids, root in zip(rows, prefill.ids, prefill.root.tolist(), strict=True):
             row.extend([*ids, root])
         return TextRows(rows, prefill.root.device)
 
-    def observe(self, result: StepResult) -> TextRows:
+    def observe(self, state: TextRows, result: StepResult) -> TextRows:
         """Read the tokens gained."""
-        for row, new_tokens in zip(self.rows, result.new_tokens, strict=True):
+        for row, new_tokens in zip(state.rows, result.new_tokens, strict=True):
             row.extend(new_tokens)
-        return self
+        return state
 
-    def select(self, rows: Tensor) -> TextRows:
+    def select(self, state: TextRows, rows: Tensor) -> TextRows:
         """Keep some rows."""
-        return TextRows([self.rows[row] for row in rows.tolist()], self.device)
+        return TextRows([state.rows[row] for row in rows.tolist()], state.device)
 
 
 def pack(
