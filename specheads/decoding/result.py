@@ -119,18 +119,34 @@ class Rows(NamedTuple):
     going: Sequence[bool]
 
 
+@dataclass(frozen=True)
+class Limits:
+    """When rows end, and what is told and kept of them until then.
+
+    Attributes:
+        max_new_tokens: limit per row; the end-of-sequence token counts.
+        eos_token_ids: tokens that end a row.
+        stopping_criteria: one, or a list of them, asked after every token about one row [1, T] at
+            a time, without padding. Those of unknown type are copied for every row but the first,
+            as they may keep a state; functions are taken to keep none.
+        on_tokens: called with a row's number and its new tokens, for every row and step.
+        keep_scores: keep what every token was chosen from; it costs 2 V numbers per token.
+    """
+
+    max_new_tokens: int
+    eos_token_ids: Collection[int] = ()
+    stopping_criteria: Stopping | None = None
+    on_tokens: OnTokens | None = None
+    keep_scores: bool = False
+
+
 class Output:
     """The texts so far; says when each of them ends, and counts what they took.
 
     Args:
         prompts: per row, without padding.
         device: of the texts given to stopping criteria.
-        max_new_tokens: per row.
-        eos_token_ids: tokens that end a row.
-        stopping_criteria: one, or a list; those of unknown type are copied for every row but the
-            first, as they may keep a state; functions are taken to keep none.
-        on_tokens: called with a row's number and its new tokens, for every row and step.
-        keep_scores: keep what every token was chosen from.
+        asked: of all rows.
 
     Attributes:
         rows: per row what has been emitted.
@@ -139,28 +155,20 @@ class Output:
     """
 
     def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        device: torch.device,
-        max_new_tokens: int,
-        *,
-        eos_token_ids: Collection[int] = (),
-        stopping_criteria: Stopping | None = None,
-        on_tokens: OnTokens | None = None,
-        keep_scores: bool = False,
+        self, prompts: Sequence[Sequence[int]], device: torch.device, asked: Limits
     ) -> None:
-        rules: Any = stopping_criteria or []
+        rules: Any = asked.stopping_criteria or []
         self._rules = rules if isinstance(rules, list) else [rules]
-        self.device, self.eos_token_ids, self.on_tokens = device, eos_token_ids, on_tokens
+        self.device, self.asked = device, asked
         self.rows: list[DecodedRow] = []
         self.texts: list[list[int]] = []
         self.limits: list[int] = []
         self.ends: list[Collection[int]] = []
         self.criteria: list[list[Stopping]] = []
-        self.kept: list[list[tuple[Tensor, Tensor]]] | None = [] if keep_scores else None
+        self.kept: list[list[tuple[Tensor, Tensor]]] | None = [] if asked.keep_scores else None
         self.num_calls = 0
         for prompt in prompts:
-            self.add(prompt, max_new_tokens)
+            self.add(prompt, asked.max_new_tokens)
 
     def add(self, prompt: Sequence[int], max_new_tokens: int, ends: Collection[int] = ()) -> None:
         """Begin one more row, which the tokens ``ends`` end too."""
@@ -213,14 +221,14 @@ class Output:
             decoded.new_tokens.append(token)
             self.texts[row].append(token)
             kept += 1
-            ended = token in self.eos_token_ids or token in self.ends[row]
+            ended = token in self.asked.eos_token_ids or token in self.ends[row]
             if ended or self._stops(row):
                 decoded.finished = True
                 break
         if self.num_calls:
             decoded.accept_lengths.append(kept)
-        if self.on_tokens is not None:
-            self.on_tokens(row, decoded.new_tokens[-kept:])
+        if self.asked.on_tokens is not None:
+            self.asked.on_tokens(row, decoded.new_tokens[-kept:])
         return kept
 
     def keep(

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from specheads.attention.cache import TreeCache
 from specheads.decoding.choose import make_chooser
 from specheads.decoding.loop import next_tokens
-from specheads.decoding.result import DecodedRow, Output
+from specheads.decoding.result import DecodedRow, Limits, Output
 from specheads.models.forward import ModelPass, pad_rows, rounds_by_shape, thresholds, undisturbed
 from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
@@ -87,7 +87,7 @@ class PlainStream:
         self.batch_size, self.num_tokens = batch_size, 0
         self._jobs: dict[int, Job] = {}  # by row of the output
         self._seeds: list[int] = []
-        self._output = Output([], model.device, 0, eos_token_ids=eos_token_ids)
+        self._output = Output([], model.device, Limits(0, eos_token_ids))
         seeded = replace(sampler, seeds=self._seeds)
         self._chooser = make_chooser(model, self._output, seeded, rounding=support.rounding)
         self._base: ModelPass | None = None
