@@ -220,7 +220,7 @@ def _apply_rule(
     sampler = chooser.sampler
     _, processed = chooser.processed_at_nodes(candidates, logits, rows)
     base_probs = sampler.probs(processed)
-    positions = torch.tensor([len(text) - 1 for text in rows.texts], device=logits.device)
+    positions = torch.tensor(rows.roots, device=logits.device)
     chance = Chance(sampler.seed, positions, rows.numbers, candidates.tree.num_nodes)
     path, num_accepted, next_token = acceptance.decide(
         candidates, base_probs, chance, greedy=sampler.temperature == 0

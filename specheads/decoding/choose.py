@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.attention.tree import RowTrees, Tree
+from specheads.attention.tree import Tree
 from specheads.decoding.processors import RowProcessors
 from specheads.decoding.result import Output, Rows
 from specheads.drafters.contract import Candidates
@@ -99,8 +99,11 @@ class Chooser:
         """
         if self.processors is not None and not self.processors.stateless:
             return self._on_paths(candidates, logits, rows)
+        return self._at_nodes(candidates, logits, rows)
+
+    def _at_nodes(self, candidates: Candidates, logits: Tensor, rows: Rows) -> Scored:
         before, processed = self.processed_at_nodes(candidates, logits, rows)
-        scores = self._noised(self.sampler, processed, candidates.tree, rows)
+        scores = self.sampler.tree_scores(processed, candidates.tree, rows.roots, rows.numbers)
         return Scored(before, processed, scores)
 
     def processed_at_nodes(
@@ -146,18 +149,10 @@ class Chooser:
 
     def _after(self, logits: Tensor, rows: Rows) -> Scored:
         """Return scores [B, V] after the texts of ``rows``."""
-        before = processed = logits
-        if self.processors is not None:
-            before, processed = self.processors.after(logits, rows.numbers, rows.texts)
-        root = Tree.chain(0).to(logits.device)
-        scores = self._noised(self.sampler, processed[:, None], root, rows)[:, 0]
-        return Scored(before, processed, scores)
-
-    @staticmethod
-    def _noised(sampler: Sampler, logits: Tensor, tree: Tree | RowTrees, rows: Rows) -> Tensor:
-        """Return scores [B, N, V] at the nodes of a tree whose root is each text's last token."""
-        roots = [len(text) - 1 for text in rows.texts]
-        return sampler.tree_scores(logits, tree, roots, rows.numbers)
+        tokens = torch.zeros(len(logits), 1, dtype=torch.long)  # the texts' last ones: not read
+        roots = Candidates(tokens, Tree.chain(0).to(logits.device))
+        scored = self._at_nodes(roots, logits[:, None], rows)
+        return Scored(*(each[:, 0] for each in scored))
 
     def near_ties(self, logits: Tensor, scored: Scored, rows: Rows, path: Tensor) -> Tensor:
         """Tell which nodes of ``path`` [B, D+1] are to be settled; [B, D+1] bool."""
@@ -199,7 +194,7 @@ class Chooser:
         bare = replace(sampler, temperature=1.0, top_k=0, top_p=1.0)
         along = left.scores if logits.dim() == 3 else left.scores[:, None]
         path = Tree.chain(along.shape[1] - 1).to(logits.device)
-        noised = self._noised(bare, along, path, rows).view_as(left.scores)
+        noised = bare.tree_scores(along, path, rows.roots, rows.numbers).view_as(left.scores)
         return left.undecided(noised) & ~scores.amax(-1).isposinf()
 
     def settle(self, row: int, text: Sequence[int]) -> Tensor:

@@ -86,11 +86,6 @@ class RowProcessors:
     rest: LogitsProcessorList
 
     @property
-    def prefix_free(self) -> bool:
-        """Whether none of them looks at the text."""
-        return not self.rows[0]
-
-    @property
     def temperature(self) -> float:
         """What the scores are divided by, 1 without a temperature among the processors."""
         every, kind = (*self.rows[0], *self.rest), theirs.TemperatureLogitsWarper
@@ -144,20 +139,6 @@ class RowProcessors:
         """Whether they may be asked about texts that will never be."""
         return all(type(processor) in STATELESS for processor in self.rows[0])
 
-    def after(
-        self, logits: Tensor, rows: Sequence[int], texts: Sequence[Sequence[int]]
-    ) -> tuple[Tensor, Tensor]:
-        """Return scores [R, V] after texts: those that ``rest`` is applied to, and the outcome.
-
-        Args:
-            logits: [R, V].
-            rows: [R], the row of the batch that each text belongs to.
-            texts: [R], without padding.
-        """
-        roots = Candidates(torch.zeros(len(rows), 1, dtype=torch.long), Tree.chain(0))
-        before, scores = self.at_nodes(roots, logits[:, None], rows, texts)
-        return before[:, 0], scores[:, 0]
-
     def at_nodes(
         self,
         candidates: Candidates,
@@ -165,7 +146,9 @@ class RowProcessors:
         rows: Sequence[int],
         texts: Sequence[Sequence[int]],
     ) -> tuple[Tensor, Tensor]:
-        """Return scores at all nodes as :meth:`after` does, a call for each level of the trees.
+        """Return scores at all nodes: those that ``rest`` is applied to, and the outcome.
+
+        Those that look at the text are called for each level of the trees.
 
         Args:
             candidates: the trees.
@@ -182,7 +165,7 @@ class RowProcessors:
         tree = candidates.tree
         if not self.stateless and tree.num_nodes > 1:
             raise ValueError("at_nodes needs stateless processors: ask along the accepted path")
-        if self.prefix_free:
+        if not self.rows[0]:
             return logits, self._finish(logits)
         tokens = candidates.inputs.clamp(min=0).to(logits.device)
         lines = batched(tree, tree.ancestors).to(logits.device).expand(len(rows), -1, -1)

@@ -118,6 +118,11 @@ class Rows(NamedTuple):
     texts: Sequence[Sequence[int]]
     going: Sequence[bool]
 
+    @property
+    def roots(self) -> list[int]:
+        """[B], the position of each text's last token."""
+        return [len(text) - 1 for text in self.texts]
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from specheads.attention.tree import RowTrees, Tree, default_tree
-from specheads.decoding.processors import bind
+from specheads.decoding.processors import RowProcessors, bind
 from specheads.drafters.contract import Candidates
 from specheads.verification.sampling import Survivors
 
@@ -91,6 +91,14 @@ def processors_of(model: PreTrainedModel, prompts: list[list[int]], **settings: 
     return found[0], prompts, longest
 
 
+def after(
+    bound: RowProcessors, logits: Tensor, rows: Sequence[int], texts: Sequence[Sequence[int]]
+) -> Tensor:
+    """Return scores [R, V] after texts from logits [R, V]."""
+    roots = Candidates(torch.zeros(len(rows), 1, dtype=torch.long), Tree.chain(0))
+    return bound.at_nodes(roots, logits[:, None], rows, texts)[1][:, 0]
+
+
 def random_trees(kind: str, num_rows: int) -> Tree | RowTrees:
     """Return one tree for all rows, or one per row."""
     if kind == "shared":
@@ -131,13 +139,13 @@ def test_nodes_and_rows_are_as_if_alone(tiny_llama: LlamaForCausalLM, name: str,
         for node, line in enumerate(lines.tolist()):
             prefix = text + [int(tokens[i, j]) for j in line[1:] if j >= 0]
             expected = alone(torch.tensor([prefix]), logits[i, node][None].clone())
-            assert bound.after(logits[i, node][None], [i], [prefix])[1].equal(expected)
+            assert after(bound, logits[i, node][None], [i], [prefix]).equal(expected)
             changed += not expected.equal(logits[i, node][None])
             if name not in WALKED:
                 assert scores[i, node].equal(expected[0])
     assert changed > 0, "the test would prove nothing"
     assert bound.stateless is (name not in WALKED)
-    assert bound.prefix_free is (name == "warpers")
+    assert any(bound.rows) is (name != "warpers")
 
 
 def test_rows_may_have_gone(tiny_llama: LlamaForCausalLM) -> None:
@@ -148,10 +156,8 @@ def test_rows_may_have_gone(tiny_llama: LlamaForCausalLM) -> None:
     assert bound is not None
     logits = torch.randn(2, V)
     texts = [[*PROMPTS[1], 5, 5, 5], [*PROMPTS[2], 5, 5]]
-    _, scores = bound.after(logits, [1, 2], texts)
+    scores = after(bound, logits, [1, 2], texts)
     assert scores[0, 12] == logits[0, 12] and scores[1, 12] == -float("inf")
-    root = Candidates(torch.tensor([[5], [5]]), Tree.chain(0))
-    assert bound.at_nodes(root, logits[:, None], [1, 2], texts)[1][:, 0].equal(scores)
 
 
 class Counting(LogitsProcessor):
@@ -175,7 +181,7 @@ def test_processors_of_unknown_type_have_a_state_per_row() -> None:
     assert bound is not None and not bound.stateless
     for step in range(3):
         texts = [[1, 2, 3][: step + 1], [7, 8, 9][: step + 1]]
-        assert bound.after(torch.zeros(2, 4), [0, 1], texts)[1].tolist() == [[step + 1.0] * 4] * 2
+        assert after(bound, torch.zeros(2, 4), [0, 1], texts).tolist() == [[step + 1.0] * 4] * 2
     assert processor.seen == [[1], [1, 2], [1, 2, 3]]
     (copied,) = bound.rows[1]
     assert isinstance(copied, Counting)
@@ -244,7 +250,8 @@ def test_what_rounding_may_cut_is_known(chain: str, slack: float) -> None:
     winners = torch.zeros(440, 12, dtype=torch.bool)
     for i in range(60):
         moved = torch.rand(scores.shape, generator=generator) - 0.5
-        _, cut = bound.after(scores + slack * (moved if i % 2 else 0.499 * moved.sign()), [], [])
+        logits = scores + slack * (moved if i % 2 else 0.499 * moved.sign())
+        cut = after(bound, logits, [], [])
         kept = cut.isfinite()
         assert not (kept & ~left.possible).any()
         assert not (left.certain & ~kept).any()
