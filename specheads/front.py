@@ -35,7 +35,7 @@ from specheads.data.chat import Encoder
 from specheads.data.schema import Record
 from specheads.decoding.conversation import StepPrinter, text_of
 from specheads.decoding.exported import Chosen, Subject, choose_drafter, load_subject
-from specheads.decoding.generate import SpecDecoder, decode_many, decode_prompts
+from specheads.decoding.generate import SpecDecoder, decode_many, decode_prompts, room
 from specheads.models.base import context_length
 from specheads.system import hardware
 from specheads.system.files import shipped_export
@@ -224,8 +224,7 @@ class Model:
         several = _several(prompts)
         asked = cast("Sequence[Prompt]", prompts) if several else [cast(Prompt, prompts)]
         ids = [self.prompt(each, raw=raw) for each in asked]
-        context = context_length(self.subject.base) or 1 << 40
-        limits = [min(max_new_tokens, context - len(each)) for each in ids]
+        limits = [min(max_new_tokens, room(self.subject.base, each)) for each in ids]
         drawn = TextSettings(
             checkpoint="", temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
@@ -266,7 +265,7 @@ class Model:
             ConfigError: as :meth:`prompt`, before anything is decoded.
         """
         ids = self.prompt(prompt, raw=raw)
-        limit = min(max_new_tokens, (context_length(self.subject.base) or 1 << 40) - len(ids))
+        limit = min(max_new_tokens, room(self.subject.base, ids))
         drawn = TextSettings(checkpoint="", temperature=temperature, seed=seed)
         return self._pieces(ids, drawn, limit, settings)
 

@@ -32,8 +32,7 @@ def run(config: GenerateConfig) -> None:
     """Load, decode, print."""
     from specheads.data.chat import Encoder
     from specheads.decoding.exported import choose_drafter, subject_of
-    from specheads.decoding.generate import SpecDecoder
-    from specheads.models.base import context_length
+    from specheads.decoding.generate import SpecDecoder, room
     from specheads.models.support import tree_support
 
     subject = subject_of(config, None if config.plain else config.decode)
@@ -41,15 +40,10 @@ def run(config: GenerateConfig) -> None:
         config = replace(config, batch_size=1)  # its rows can only be decoded alone
     records = _records(config, has_template=subject.tokenizer.chat_template is not None)
     prompts = list(map(Encoder(subject.tokenizer).prompt, records))
-    context = context_length(subject.base) or 1 << 30
+    limits = []
     for record, prompt in zip(records, prompts, strict=True):
-        if len(prompt) >= context:
-            name = f" {record['id']}" if config.prompts else ""
-            raise ConfigError(
-                f"the prompt{name} is {len(prompt)} tokens, but the base model's context is"
-                f" {context}"
-            )
-    limits = [min(config.max_new_tokens, context - len(prompt)) for prompt in prompts]
+        name = f"the prompt {record['id']}" if config.prompts else "the prompt"
+        limits.append(min(config.max_new_tokens, room(subject.base, prompt, name)))
     drafter = None if config.plain else choose_drafter(subject, config.decode).drafter
     decoder = SpecDecoder.of(subject, config.decode, drafter)
     if config.prompts:

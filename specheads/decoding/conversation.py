@@ -28,9 +28,8 @@ from specheads.config import ChatConfig, ConfigError
 from specheads.data.chat import Encoder
 from specheads.data.schema import Record
 from specheads.decoding.choose import EXACT_DTYPES
-from specheads.decoding.generate import SpecDecoder, decode_prompts
+from specheads.decoding.generate import SpecDecoder, decode_prompts, room
 from specheads.drafters.draft_model import num_shared
-from specheads.models.base import context_length
 from specheads.system.terminal import (
     DIM,
     RESET,
@@ -62,7 +61,6 @@ class Turn:
         config: how its tokens were chosen.
         new_tokens: the answer's, an end token included.
         accept_lengths: tokens of every verify step; the prefill's own token is none of them.
-        prefill_seconds: until the first token.
         decode_seconds: from the first token to the last.
         finished: ended by itself.
         stopped: ended by :class:`StopTurnError`.
@@ -74,7 +72,6 @@ class Turn:
     config: ChatConfig
     new_tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
-    prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     finished: bool = False
     stopped: bool = False
@@ -191,18 +188,8 @@ class Conversation:
         return self._decode(self._plain, turn.config, turn.prompt, limit, on_step)
 
     def _room(self, prompt: list[int]) -> int:
-        """Return how many tokens the context still takes.
-
-        Raises:
-            ConfigError: if none.
-        """
-        context = context_length(self.decoder.base) or 1 << 30
-        if len(prompt) >= context:
-            raise ConfigError(
-                f"the conversation is {len(prompt)} tokens, but the base model's context is"
-                f" {context}"
-            )
-        return context - len(prompt)
+        """Return how many tokens the context still takes, of which there must be one."""
+        return room(self.decoder.base, prompt, "the conversation")
 
     def _decode(
         self,
@@ -215,15 +202,14 @@ class Conversation:
         held = self.cache.tokens[0] if self.cache.tokens else []
         # the last token is always read
         turn = Turn(prompt, len(prompt) - num_shared(held, prompt[:-1]), config)
-        times = [time.perf_counter()]
+        times: list[float] = []
 
         def hand_out(row: int, tokens: list[int]) -> None:
             times.append(time.perf_counter())
             if turn.new_tokens:
                 turn.accept_lengths.append(len(tokens))
             turn.new_tokens += tokens
-            turn.prefill_seconds = times[1] - times[0]
-            turn.decode_seconds = times[-1] - times[1]
+            turn.decode_seconds = times[-1] - times[0]
             if on_step is not None:
                 on_step(turn, tokens)
 

@@ -47,9 +47,9 @@ from specheads.decoding.exported import Subject, acceptance_rule, choose_drafter
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow, DecodeResult, OnTokens
 from specheads.drafters.contract import Drafter
-from specheads.models.base import end_tokens, input_device
+from specheads.models.base import context_length, end_tokens, input_device
 from specheads.models.support import tree_support
-from specheads.system.errors import check
+from specheads.system.errors import ConfigError, check
 from specheads.verification.sampling import Sampler
 
 # what generate() hands on for its own forward passes
@@ -364,6 +364,20 @@ class SpecDecoder:
             self.streamer.put(torch.tensor(tokens))
         if self.on_tokens is not None:
             self.on_tokens(row, tokens)
+
+
+def room(base: PreTrainedModel, prompt: Sequence[int], name: str = "the prompt") -> int:
+    """Return how many tokens the context still takes behind a prompt; ``name`` is for the error.
+
+    Raises:
+        ConfigError: if none.
+    """
+    context = context_length(base) or 1 << 30
+    if len(prompt) >= context:
+        raise ConfigError(
+            f"{name} is {len(prompt)} tokens, but the base model's context is {context}"
+        )
+    return context - len(prompt)
 
 
 def decode_prompts(
