@@ -127,7 +127,6 @@ class HeadsDrafter:
             (:func:`embedding`).
 
     Attributes:
-        grows: whether trees are grown.
         num_nodes: of every tree, root included.
         max_depth: the deepest node that a tree may have.
         num_ranks: guesses per node that a tree may use.
@@ -165,11 +164,6 @@ class HeadsDrafter:
                 self._scales = torch.tensor([1 / each for each in given], device=self.device)
         if heads.sequential:
             self._steps = heads.steps(output, embed, self.max_depth)
-
-    @property
-    def grows(self) -> bool:
-        """Whether trees are grown."""
-        return isinstance(self.shape, Grown)
 
     def steps(self) -> Any:
         """Return the heads as they are now: they may have been trained on in between."""
@@ -213,8 +207,10 @@ class HeadsDrafter:
     def observe(self, state: HeadsState, result: StepResult) -> HeadsState:
         """Move to the last accepted node."""
         hidden, memory = side_by_side(result.hidden, self.taps), state.memory
-        counts, nodes = [len(new) for new in result.new_tokens], result.last_node[:, None]
-        if memory is not None:  # per row the accepted nodes, as many as tokens were gained
+        counts = [len(new) for new in result.new_tokens]
+        if memory is None:  # the last accepted node
+            nodes = result.path.gather(1, result.num_accepted[:, None])
+        else:  # per row the accepted nodes, as many as tokens were gained
             nodes = result.path[:, : max(counts)].clamp(min=0)
         nodes = nodes.to(hidden.device)
         if len(hidden) == 1:
