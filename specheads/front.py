@@ -224,18 +224,17 @@ class Model:
         several = _several(prompts)
         asked = cast("Sequence[Prompt]", prompts) if several else [cast(Prompt, prompts)]
         ids = [self.prompt(each, raw=raw) for each in asked]
-        limits = [min(max_new_tokens, room(self.subject.base, each)) for each in ids]
         drawn = TextSettings(
             checkpoint="", temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
         start = time.perf_counter()
-        rows = dict(decode_many(self.decoder, drawn, ids, limits, batch_size, **settings))
+        rows = list(decode_many(self.decoder, drawn, ids, max_new_tokens, batch_size, **settings))
         seconds = time.perf_counter() - start
         found = []
-        for i, read in enumerate(ids):
-            new, lengths = rows[i].new_tokens, rows[i].accept_lengths
+        for read, row in zip(ids, rows, strict=True):
+            new, lengths = row.new_tokens, row.accept_lengths
             text = text_of(self.subject.tokenizer, new)
-            found.append(Generated(text, new, read, lengths, rows[i].finished, seconds))
+            found.append(Generated(text, new, read, lengths, row.finished, seconds))
         return found if several else found[0]
 
     def stream(

@@ -422,25 +422,25 @@ def decode_many(
     decoder: SpecDecoder,
     settings: TextSettings,
     prompts: Sequence[Sequence[int]],
-    limits: Sequence[int],
+    max_new_tokens: int,
     batch_size: int,
     **more: Any,
-) -> Iterator[tuple[int, DecodedRow]]:
-    """Decode prompts in batches; yield the number of each and what came of it.
+) -> Iterator[DecodedRow]:
+    """Decode prompts in batches; yield what came of each, in their order.
 
     Args:
         decoder: decodes; with its tokenizer.
         settings: how tokens are chosen; prompt n draws with their seed + n.
-        prompts: token ids.
-        limits: new tokens of each; batches are of neighbours, as seeds follow each other in a
-            batch, with the same limit.
+        prompts: token ids, all with room behind them (:func:`room`).
+        max_new_tokens: limit of each, less where the context ends; batches are of neighbours, as
+            seeds follow each other in a batch, with the same limit.
         batch_size: prompts of a batch at most.
         **more: see :func:`decode_prompts`.
     """
+    limits = [min(max_new_tokens, room(decoder.base, prompt)) for prompt in prompts]
     for limit, group in groupby(range(len(limits)), limits.__getitem__):
         members = list(group)
         for start in range(0, len(members), batch_size):
             batch = members[start : start + batch_size]
             texts, seed = [prompts[i] for i in batch], settings.seed + batch[0]
-            result = decode_prompts(decoder, settings, texts, limit, seed=seed, **more)
-            yield from zip(batch, result.rows, strict=True)
+            yield from decode_prompts(decoder, settings, texts, limit, seed=seed, **more).rows
