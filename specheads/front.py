@@ -32,7 +32,6 @@ from torch import Tensor
 from specheads.config import ConfigError, DecodeConfig, TrainConfig
 from specheads.config.commands import TextSettings
 from specheads.data.chat import Encoder
-from specheads.data.schema import Record
 from specheads.decoding.conversation import StepPrinter, text_of
 from specheads.decoding.exported import Chosen, Subject, choose_drafter, load_subject
 from specheads.decoding.generate import SpecDecoder, decode_many, decode_prompts, room
@@ -163,14 +162,13 @@ class Model:
             ConfigError: for a prompt of no tokens, one that fills the context, or messages that the
                 template refuses.
         """
+        template = None if raw else self.subject.tokenizer.chat_template
         if isinstance(prompt, Tensor):
-            ids = [int(token) for token in prompt.flatten().tolist()]
-        elif isinstance(prompt, str):
-            record: Record = {"id": "of this call", "kind": "prompt", "text": prompt}
-            if not raw and self.subject.tokenizer.chat_template is not None:
-                messages = [{"role": "user", "content": prompt}]
-                record = {"id": "of this call", "kind": "chat", "messages": messages}
-            ids = self._encode.prompt(record)
+            prompt = prompt.flatten().tolist()
+        elif isinstance(prompt, str) and template is not None:
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str):
+            ids = self._encode.prompt({"id": "of this call", "kind": "prompt", "text": prompt})
         elif prompt and isinstance(prompt[0], Mapping):
             messages = [dict(cast(Message, each)) for each in prompt]
             ids = self._encode.prompt({"id": "of this call", "kind": "chat", "messages": messages})
