@@ -96,16 +96,15 @@ class Acceptance:
             draft_probs = draft_probs.to(base_probs)
         if self.rule == "lossy_typical":
             return typical(tokens, tree, base_probs, epsilon=self.epsilon, delta=self.delta)
-        if self.rule == "lossy_lenient" and greedy:
+        lenient = self.rule == "lossy_lenient"
+        if lenient and greedy:
             return lenient_greedy(tokens, tree, base_probs, lenience=self.lenience)
         if sampling == "none":
             tokens, tree = merge_siblings(tokens, tree)
-        if self.rule == "lossy_lenient":
-            lenience = self.lenience
-            return reject(tokens, tree, base_probs, draft_probs, chance, sampling, lenience)
-        if sampling == "chain" and draft_probs is not None:
+        if sampling == "chain" and draft_probs is not None and not lenient:
             return block(tokens, base_probs, draft_probs, chance)
-        return reject(tokens, tree, base_probs, draft_probs, chance, sampling)
+        lenience = self.lenience if lenient else 1.0
+        return reject(tokens, tree, base_probs, draft_probs, chance, sampling, lenience)
 
 
 def accept(
