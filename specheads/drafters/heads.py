@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specheads.attention.tree import RowTrees, Tree
 from specheads.drafters.contract import Candidates, Prefill, StepResult
@@ -32,18 +33,12 @@ from specheads.drafters.growing import (
     grow_on_host,
     on_host,
 )
-from specheads.models.base import input_device
+from specheads.models.base import Embed, input_device
 from specheads.models.forward import pad_rows
-from specheads.models.output import side_by_side
+from specheads.models.kinds import HeadCache, Heads, Walk
+from specheads.models.output import OutputLayer, side_by_side
 from specheads.system.errors import at_least, check
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from specheads.models.base import Embed
-    from specheads.models.kinds import HeadCache, Heads, Walk
-    from specheads.models.output import OutputLayer
-    from specheads.verification.sampling import Sampler
+from specheads.verification.sampling import Sampler
 
 
 @dataclass(frozen=True)
