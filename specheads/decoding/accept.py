@@ -216,11 +216,11 @@ def _apply_rule(
     Returns:
         The base model's likeliest tokens [B, N], the logits [B, N, V] after processors, the way.
     """
-    sampler = chooser.sampler
-    _, processed = chooser.processed_at_nodes(candidates, logits, rows)
+    sampler, (numbers, texts, _) = chooser.sampler, rows
+    _, processed = chooser.processors.at_nodes(candidates, logits, numbers, texts)
     base_probs = sampler.probs(processed)
     positions = torch.tensor(rows.roots, device=logits.device)
-    chance = Chance(sampler.seed, positions, rows.numbers, candidates.tree.num_nodes)
+    chance = Chance(sampler.seed, positions, numbers, candidates.tree.num_nodes)
     path, num_accepted, next_token = acceptance.decide(
         candidates, base_probs, chance, greedy=sampler.temperature == 0
     )

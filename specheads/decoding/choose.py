@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.attention.tree import Tree
-from specheads.decoding.processors import RowProcessors
+from specheads.decoding.processors import NO_PROCESSORS, RowProcessors
 from specheads.decoding.result import Output, Rows
 from specheads.drafters.contract import Candidates
 from specheads.models.forward import replay
@@ -58,16 +58,9 @@ class Chooser:
     """
 
     sampler: Sampler
-    processors: RowProcessors | None = None
+    processors: RowProcessors = NO_PROCESSORS
     replay: Callable[[int, Sequence[int]], Tensor] | None = None
     rounding: float = ROUNDING
-
-    @property
-    def imitable(self) -> Sampler:
-        """How tokens are drawn, the processors' part of it included: what drafters imitate."""
-        if self.processors is None:
-            return self.sampler
-        return self.processors.imitated(self.sampler)
 
     def next_tokens(self, logits: Tensor, rows: Rows) -> tuple[list[int], Tensor]:
         """Choose the tokens after the texts of ``rows`` from logits [B, V].
@@ -97,29 +90,15 @@ class Chooser:
         Returns:
             Of all nodes, [B, N, V].
         """
-        if self.processors is not None and not self.processors.stateless:
+        if not self.processors.stateless:
             return self._on_paths(candidates, logits, rows)
         return self._at_nodes(candidates, logits, rows)
 
     def _at_nodes(self, candidates: Candidates, logits: Tensor, rows: Rows) -> Scored:
-        before, processed = self.processed_at_nodes(candidates, logits, rows)
-        scores = self.sampler.tree_scores(processed, candidates.tree, rows.roots, rows.numbers)
+        numbers, texts, _ = rows
+        before, processed = self.processors.at_nodes(candidates, logits, numbers, texts)
+        scores = self.sampler.tree_scores(processed, candidates.tree, rows.roots, numbers)
         return Scored(before, processed, scores)
-
-    def processed_at_nodes(
-        self, candidates: Candidates, logits: Tensor, rows: Rows
-    ) -> tuple[Tensor, Tensor]:
-        """Return the logits [B, N, V] after processors, each given its node's own prefix.
-
-        Returns:
-            After those that look at the text, and after all.
-
-        Raises:
-            ValueError: if a processor keeps a state: it must not see texts that will never be.
-        """
-        if self.processors is None:
-            return logits, logits
-        return self.processors.at_nodes(candidates, logits, rows.numbers, rows.texts)
 
     def _on_paths(self, candidates: Candidates, logits: Tensor, rows: Rows) -> Scored:
         """Go down node by node, as only then it is known which prefixes will be."""
@@ -166,8 +145,8 @@ class Chooser:
     @property
     def _cuts(self) -> bool:
         """Whether tokens are cut off; greedily the best is taken, which no cut removes."""
-        sampler, processors = self.sampler, self.processors
-        cut = sampler.top_k > 0 or sampler.top_p < 1 or (processors is not None and processors.cut)
+        sampler = self.sampler
+        cut = sampler.top_k > 0 or sampler.top_p < 1 or self.processors.cut
         return cut and sampler.temperature > 0
 
     def _near_ties(
@@ -180,12 +159,11 @@ class Chooser:
         sampler, processors = self.sampler, self.processors
         if before is None or not self._cuts:
             # a temperature among the processors enlarges rounding as the sampler's own does
-            factor = 1.0 if processors is None else processors.temperature
-            logits = logits if factor == 1.0 else logits / factor
+            factor = processors.temperature
+            logits = logits if factor == 1 else logits / factor
             return sampler.near_ties(logits, scores, rounding=self.rounding)
         left = Survivors(before, self.rounding * logits.abs().amax(-1, keepdim=True))
-        if processors is not None:
-            processors.leave(left)
+        processors.leave(left)
         left.temper(sampler.temperature)
         if sampler.top_k:
             left.top_k(sampler.top_k)
@@ -208,7 +186,7 @@ def make_chooser(
     model: PreTrainedModel,
     output: Output,
     sampler: Sampler | None,
-    processors: RowProcessors | None = None,
+    processors: RowProcessors = NO_PROCESSORS,
     *,
     exact: bool = True,
     rounding: float = ROUNDING,

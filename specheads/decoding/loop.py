@@ -193,7 +193,8 @@ def _decode(
     chosen = next_tokens(output, chooser, logits, numbers)
     root = torch.tensor(chosen, device=logits.device)
     acceptance = asked.acceptance or Acceptance()
-    drawn = chooser.imitable, logits.shape[-1], acceptance.lossless
+    imitable = chooser.processors.imitated(chooser.sampler)
+    drawn = imitable, logits.shape[-1], acceptance.lossless
     state = drafter.start(Prefill(prompts, tokens, counts, at_nodes, root, *drawn))
     output.emit(numbers, [[token] for token in chosen])
     while True:

@@ -217,10 +217,13 @@ def _runs(depths: list[int]) -> tuple[tuple[int, int, int], ...]:
     return tuple((depth, nodes[0], nodes[-1] + 1) for depth, nodes in runs)
 
 
+NO_PROCESSORS = RowProcessors((LogitsProcessorList(),), LogitsProcessorList())
+
+
 def bind(
     processors: LogitsProcessorList | None, prompts: Sequence[Sequence[int]], num_prompt_tokens: int
-) -> RowProcessors | None:
-    """Prepare processors for the rows of a batch; None where there are none.
+) -> RowProcessors:
+    """Prepare processors for the rows of a batch.
 
     Args:
         processors: as ``generate`` builds them for the padded batch, or of your own. Those of
@@ -232,7 +235,7 @@ def bind(
         ValueError: for a processor that would have to be copied and cannot be.
     """
     if not processors:
-        return None
+        return NO_PROCESSORS
     split = max((i + 1 for i, p in enumerate(processors) if type(p) not in PREFIX_FREE), default=0)
     rest = LogitsProcessorList(processors[split:])
     shared: dict[Hashable, LogitsProcessorList] = {}
