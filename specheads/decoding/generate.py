@@ -45,7 +45,7 @@ from specheads.config.commands import DecodeConfig, TextSettings
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.exported import Subject, acceptance_rule, choose_drafter, load_subject
 from specheads.decoding.loop import decode
-from specheads.decoding.result import DecodedRow, DecodeResult, OnTokens
+from specheads.decoding.result import DecodedRow, DecodeResult, OnTokens, pad_left
 from specheads.drafters.contract import Drafter
 from specheads.models.base import context_length, end_tokens, input_device
 from specheads.models.support import tree_support
@@ -397,13 +397,11 @@ def decode_prompts(
         **more: further arguments of :meth:`SpecDecoder.generate`; ``seed`` replaces the settings'.
     """
     assert decoder.tokenizer is not None
-    pad = decoder.tokenizer.pad_token_id
-    longest = max(map(len, prompts))
-    padding = [longest - len(prompt) for prompt in prompts]
-    rows = [[0] * n + [*prompt] for n, prompt in zip(padding, prompts, strict=True)]
-    mask = [[0] * n + [1] * (longest - n) for n in padding]
+    pad, device = decoder.tokenizer.pad_token_id, decoder.base.device
+    ids = [torch.tensor([[*prompt]], dtype=torch.long, device=device) for prompt in prompts]
+    input_ids, mask = pad_left(ids)
     options: dict[str, Any] = {
-        "attention_mask": torch.tensor(mask, device=decoder.base.device),
+        "attention_mask": mask,
         "temperature": settings.temperature,
         "repetition_penalty": settings.repetition_penalty,
         "no_repeat_ngram_size": settings.no_repeat_ngram_size,
@@ -414,7 +412,6 @@ def decode_prompts(
     if settings.temperature > 0:
         options |= {"top_k": settings.top_k, "top_p": settings.top_p}
         options["min_p"] = settings.min_p or None
-    input_ids = torch.tensor(rows, device=decoder.base.device)
     return decoder.generate(input_ids, max_new_tokens, **(options | more))
 
 

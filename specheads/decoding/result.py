@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -303,6 +304,14 @@ def _met(criterion: Stopping, ids: Tensor) -> bool:
         f"stopping criterion {name} is asked about one row at a time, [1, {ids.shape[1]}], and has"
         f" to answer a bool of shape [1], got {got}"
     )
+
+
+def pad_left(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return prompts [1, P] of several lengths as one batch [B, T], and its attention mask."""
+    longest = max(prompt.shape[1] for prompt in prompts)
+    rows = [F.pad(prompt, (longest - prompt.shape[1], 0)) for prompt in prompts]
+    real = [F.pad(torch.ones_like(prompt), (longest - prompt.shape[1], 0)) for prompt in prompts]
+    return torch.cat(rows), torch.cat(real)
 
 
 def read_prompts(
