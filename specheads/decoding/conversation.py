@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,7 +30,6 @@ from specheads.data.chat import Encoder
 from specheads.data.schema import Record
 from specheads.decoding.choose import EXACT_DTYPES
 from specheads.decoding.generate import SpecDecoder, decode_prompts, room
-from specheads.drafters.draft_model import num_shared
 from specheads.system.terminal import (
     DIM,
     RESET,
@@ -201,7 +201,7 @@ class Conversation:
     ) -> Turn:
         held = self.cache.tokens[0] if self.cache.tokens else []
         # the last token is always read
-        turn = Turn(prompt, len(prompt) - num_shared(held, prompt[:-1]), config)
+        turn = Turn(prompt, len(prompt) - len(commonprefix([held, prompt[:-1]])), config)
         times: list[float] = []
 
         def hand_out(row: int, tokens: list[int]) -> None:
@@ -323,7 +323,7 @@ def comparison(fast: Turn, plain: Turn, dtype: torch.dtype) -> str:
         rows.append("too short to compare speeds")
     ours, theirs = fast.new_tokens, plain.new_tokens
     num = len(theirs) if plain.stopped else max(len(ours), len(theirs))
-    same = num_shared(ours, theirs)
+    same = len(commonprefix([ours, theirs]))
     equal = f"the first {same} of {num} tokens are equal{_why_not_all(fast, dtype)}"
     return "\n".join([*rows, f"all {num} tokens are equal" if same >= num else equal])
 

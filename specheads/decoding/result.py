@@ -50,7 +50,6 @@ class DecodeResult:
 
     Attributes:
         sequences: [B, P+L]: the prompts as they were given, the new tokens, padding on the right.
-        num_prompt_tokens: P, padding included.
         num_steps: forward passes of the base model after the prefill, for the whole batch; those of
             replays are not among them, see ``num_replay_passes``.
         rows: one per prompt.
@@ -61,7 +60,6 @@ class DecodeResult:
     """
 
     sequences: Tensor
-    num_prompt_tokens: int
     num_steps: int
     rows: tuple[DecodedRow, ...]
     cache: TreeCache | None = None
@@ -273,7 +271,6 @@ class Output:
         new = [text + [pad_token_id] * (longest - len(text)) for text in texts]
         return DecodeResult(
             sequences=torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], dim=1),
-            num_prompt_tokens=input_ids.shape[1],
             num_steps=self.num_calls - 1,
             rows=tuple(self.rows),
             cache=cache,

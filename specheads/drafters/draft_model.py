@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -33,12 +34,6 @@ from specheads.verification.sampling import draft_noise
 
 # tokens that are read as a tree that happens to be a chain, whose mask need not be built anew
 MAX_CHAIN = 32
-
-
-def num_shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Return how many tokens, from the front, two texts have in common."""
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 class DraftCache:
@@ -113,7 +108,9 @@ class DraftCache:
         Returns:
             Per row how many guesses came true.
         """
-        matched = list(map(num_shared, new_tokens, drafted or [()] * len(self.texts)))
+        pairs = zip(new_tokens, drafted or [()] * len(self.texts), strict=True)
+        # commonprefix is made for paths, and takes any lists
+        matched = [len(commonprefix([list(new), list(guessed)])) for new, guessed in pairs]
         self._forget([len(text) + num for text, num in zip(self.texts, matched, strict=True)])
         for text, new in zip(self.texts, new_tokens, strict=True):
             text.extend(new)
