@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from os.path import commonprefix
 from pathlib import Path
@@ -238,6 +238,7 @@ def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
 _BACKGROUNDS = (223, 153, 157, 225, 229, 189)  # pale, of the 256-colour palette
 
 
+@dataclass(eq=False, repr=False)
 class StepPrinter:
     """Prints the new tokens of every step as text; give it to a decoding loop as ``on_tokens``.
 
@@ -253,21 +254,14 @@ class StepPrinter:
         text: all that was shown so far, without colours.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        write: Callable[[str], object],
-        *,
-        color: bool,
-        safe: bool = False,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.write = write
-        self.color = color
-        self.safe = safe
-        self._tokens: list[int] = []
-        self.text = ""
-        self.num_steps = 0
+    tokenizer: PreTrainedTokenizerBase
+    write: Callable[[str], object]
+    _: KW_ONLY
+    color: bool
+    safe: bool = False
+    text: str = field(default="", init=False)
+    num_steps: int = field(default=0, init=False)
+    _tokens: list[int] = field(default_factory=list, init=False)
 
     def __call__(self, row: int, tokens: list[int]) -> None:
         """Show one step's tokens; there is only one row."""
