@@ -166,9 +166,8 @@ class Conversation:
                 nothing has changed.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = self.prompt(messages)
-        limit = min(self.config.max_new_tokens, self._room(prompt))
-        turn = self._decode(self.decoder, self.config, prompt, limit, on_step)
+        turn = Turn(self.prompt(messages), 0, self.config)
+        self._decode(self.decoder, turn, on_step)
         if turn.new_tokens:
             answer = {"role": "assistant", "content": text_of(self.tokenizer, turn.new_tokens)}
             self.messages = [*messages, answer]
@@ -182,26 +181,20 @@ class Conversation:
         Raises:
             ConfigError: what :meth:`ask` raises.
         """
-        limit = min(turn.config.max_new_tokens, self._room(turn.prompt))
-        if turn.stopped:
-            limit = len(turn.new_tokens)
-        return self._decode(self._plain, turn.config, turn.prompt, limit, on_step)
-
-    def _room(self, prompt: list[int]) -> int:
-        """Return how many tokens the context still takes, of which there must be one."""
-        return room(self.decoder.base, prompt, "the conversation")
+        again = Turn(turn.prompt, 0, turn.config)
+        self._decode(self._plain, again, on_step, len(turn.new_tokens) if turn.stopped else None)
+        return again
 
     def _decode(
-        self,
-        decoder: SpecDecoder,
-        config: ChatConfig,
-        prompt: list[int],
-        limit: int,
-        on_step: OnStep | None,
-    ) -> Turn:
+        self, decoder: SpecDecoder, turn: Turn, on_step: OnStep | None, limit: int | None = None
+    ) -> None:
+        """Fill in what comes of a turn, whose limit is the settings' unless one is given."""
+        left = room(self.decoder.base, turn.prompt, "the conversation")
+        if limit is None:
+            limit = min(turn.config.max_new_tokens, left)
         held = self.cache.tokens[0] if self.cache.tokens else []
         # the last token is always read
-        turn = Turn(prompt, len(prompt) - len(commonprefix([held, prompt[:-1]])), config)
+        turn.num_read = len(turn.prompt) - len(commonprefix([held, turn.prompt[:-1]]))
         times: list[float] = []
 
         def hand_out(row: int, tokens: list[int]) -> None:
@@ -215,15 +208,14 @@ class Conversation:
 
         try:
             more = {"past_key_values": self.cache, "on_tokens": hand_out}
-            turn.finished = decode_prompts(decoder, config, [prompt], limit, **more).finished
+            result = decode_prompts(decoder, turn.config, [turn.prompt], limit, **more)
+            turn.finished = result.finished
         except StopTurnError:
             turn.stopped = True
         except BaseException:
             self.cache.reset()  # a pass may have been cut off in its middle
             raise
-        full = len(turn.new_tokens) == self._room(prompt)
-        turn.context_full = full and not turn.finished
-        return turn
+        turn.context_full = len(turn.new_tokens) == left and not turn.finished
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:

@@ -215,6 +215,7 @@ class DraftCache:
 
 
 SAMPLINGS = ("greedy", "sampled", "coupled")
+Said = tuple[list[float], list[float]]  # of a row's guesses: the draft's probabilities, entropies
 
 
 @dataclass
@@ -300,7 +301,7 @@ class DraftModelDrafter:
         keeps_probs = noise is not None and self.sampling == "sampled"
         tokens_of: list[Tensor] = []
         probs_of: list[Tensor] = []
-        said: list[tuple[list[float], list[float]]] = [([], []) for _ in limits]
+        said: list[Said] = [([], []) for _ in limits]
         counts, going = [0] * len(limits), [limit > 0 for limit in limits]
         while True:
             if noise is None:
@@ -317,7 +318,7 @@ class DraftModelDrafter:
                 if keeps_probs:
                     probs_of.append(probs)
                 if length.asks:
-                    _ask(length, probs, tokens, said, going)
+                    self._ask(probs, tokens, said, going)
             if not any(going):
                 break
             logits = cache.read(tokens, going)[:, :known]
@@ -332,6 +333,23 @@ class DraftModelDrafter:
         if not keeps_probs:
             return Candidates(tokens, tree)
         return Candidates(tokens, tree, _draft_probs(probs_of, cache.vocab_size), "chain")
+
+    def _ask(self, probs: Tensor, tokens: Tensor, said: Sequence[Said], going: list[bool]) -> None:
+        """Ask for every row that might go on whether it does; ``going`` and ``said`` are changed.
+
+        Args:
+            probs: [B, V'], the draft's distribution.
+            tokens: [B], what was chosen from it.
+            said: per row the probabilities and entropies of this step so far.
+            going: per row.
+        """
+        chosen = probs.gather(1, tokens[:, None])[:, 0]
+        both = torch.stack([chosen, torch.special.entr(probs).sum(-1)]).tolist()
+        for row, (prob, entropy) in enumerate(zip(*both, strict=True)):
+            if going[row]:
+                said[row][0].append(prob)
+                said[row][1].append(entropy)
+                going[row] = self.length.goes_on(*said[row])
 
     def observe(self, state: DraftState, result: StepResult) -> DraftState:
         """Note what was gained; it is read with the next proposal."""
@@ -358,31 +376,6 @@ class DraftModelDrafter:
         kept = rows.tolist()
         lengths, ended = [state.lengths[row] for row in kept], [state.ended[row] for row in kept]
         return DraftState(state.cache.select(rows), lengths, ended)
-
-
-def _ask(
-    length: Length,
-    probs: Tensor,
-    tokens: Tensor,
-    said: Sequence[tuple[list[float], list[float]]],
-    going: list[bool],
-) -> None:
-    """Ask for every row that might go on whether it does; ``going`` and ``said`` are changed.
-
-    Args:
-        length: the rule.
-        probs: [B, V'], the draft's distribution.
-        tokens: [B], what was chosen from it.
-        said: per row the probabilities and entropies of this step so far.
-        going: per row.
-    """
-    chosen = probs.gather(1, tokens[:, None])[:, 0]
-    both = torch.stack([chosen, torch.special.entr(probs).sum(-1)]).tolist()
-    for row, (prob, entropy) in enumerate(zip(*both, strict=True)):
-        if going[row]:
-            said[row][0].append(prob)
-            said[row][1].append(entropy)
-            going[row] = length.goes_on(*said[row])
 
 
 def _draft_probs(probs_of: Sequence[Tensor], vocab_size: int) -> Tensor:
