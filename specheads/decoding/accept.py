@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specheads.attention.tree import Tree
 from specheads.decoding.choose import Chooser
-from specheads.decoding.result import Rows
+from specheads.decoding.processors import Rows
 from specheads.drafters.contract import Candidates, StepResult
 from specheads.drafters.growing import padded
 from specheads.system.errors import at_least, one_of, within
@@ -216,11 +216,11 @@ def _apply_rule(
     Returns:
         The base model's likeliest tokens [B, N], the logits [B, N, V] after processors, the way.
     """
-    sampler, (numbers, texts, _) = chooser.sampler, rows
-    _, processed = chooser.processors.at_nodes(candidates, logits, numbers, texts)
+    sampler = chooser.sampler
+    _, processed = chooser.processors.at_nodes(candidates, logits, rows)
     base_probs = sampler.probs(processed)
     positions = torch.tensor(rows.roots, device=logits.device)
-    chance = Chance(sampler.seed, positions, numbers, candidates.tree.num_nodes)
+    chance = Chance(sampler.seed, positions, rows.numbers, candidates.tree.num_nodes)
     path, num_accepted, next_token = acceptance.decide(
         candidates, base_probs, chance, greedy=sampler.temperature == 0
     )

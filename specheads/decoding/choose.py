@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.attention.tree import Tree
-from specheads.decoding.processors import NO_PROCESSORS, RowProcessors
-from specheads.decoding.result import Output, Rows
+from specheads.decoding.processors import NO_PROCESSORS, RowProcessors, Rows
+from specheads.decoding.result import Output
 from specheads.drafters.contract import Candidates
 from specheads.models.forward import replay
 from specheads.verification.sampling import ROUNDING, Sampler, Survivors
@@ -95,9 +95,8 @@ class Chooser:
         return self._at_nodes(candidates, logits, rows)
 
     def _at_nodes(self, candidates: Candidates, logits: Tensor, rows: Rows) -> Scored:
-        numbers, texts, _ = rows
-        before, processed = self.processors.at_nodes(candidates, logits, numbers, texts)
-        scores = self.sampler.tree_scores(processed, candidates.tree, rows.roots, numbers)
+        before, processed = self.processors.at_nodes(candidates, logits, rows)
+        scores = self.sampler.tree_scores(processed, candidates.tree, rows.roots, rows.numbers)
         return Scored(before, processed, scores)
 
     def _on_paths(self, candidates: Candidates, logits: Tensor, rows: Rows) -> Scored:

@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,25 @@ STATELESS = {
     stopping_criteria.MaxTimeCriteria,
     stopping_criteria.StopStringCriteria,
 }
+
+
+class Rows(NamedTuple):
+    """The rows of a batch that take part in a step.
+
+    Attributes:
+        numbers: [B], which rows of the batch they are, for their seeds and processors.
+        texts: [B], prompt and new tokens so far; not to be changed.
+        going: [B], whether the row may still get tokens.
+    """
+
+    numbers: Sequence[int]
+    texts: Sequence[Sequence[int]]
+    going: Sequence[bool]
+
+    @property
+    def roots(self) -> list[int]:
+        """[B], the position of each text's last token."""
+        return [len(text) - 1 for text in self.texts]
 
 
 @dataclass(frozen=True)
@@ -139,13 +158,7 @@ class RowProcessors:
         """Whether they may be asked about texts that will never be."""
         return all(type(processor) in STATELESS for processor in self.rows[0])
 
-    def at_nodes(
-        self,
-        candidates: Candidates,
-        logits: Tensor,
-        rows: Sequence[int],
-        texts: Sequence[Sequence[int]],
-    ) -> tuple[Tensor, Tensor]:
+    def at_nodes(self, candidates: Candidates, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return scores at all nodes: those that ``rest`` is applied to, and the outcome.
 
         Those that look at the text are called for each level of the trees.
@@ -153,8 +166,7 @@ class RowProcessors:
         Args:
             candidates: the trees.
             logits: [B, N, V].
-            rows: [B], the rows of the batch.
-            texts: [B], without padding, the root included.
+            rows: whose texts the trees continue.
 
         Returns:
             Both [B, N, V].
@@ -168,17 +180,17 @@ class RowProcessors:
         if not self.rows[0]:
             return logits, self._finish(logits)
         tokens = candidates.inputs.clamp(min=0).to(logits.device)
-        lines = batched(tree, tree.ancestors).to(logits.device).expand(len(rows), -1, -1)
+        lines = batched(tree, tree.ancestors).to(logits.device).expand(len(rows.numbers), -1, -1)
         scores = logits.float().clone()
-        levels = _levels(tree, len(rows))
-        for members, ids in self._alike(rows, texts, levels):
+        levels = _levels(tree, len(rows.numbers))
+        for members, ids in self._alike(rows, levels):
             for depth, start, end in levels[members[0]]:
                 path = lines[members, start:end, 1 : depth + 1]  # [r, n, depth]
                 guessed = tokens[members].gather(1, path.flatten(1)).view_as(path)
                 before = ids.to(logits.device)[:, None].expand(-1, end - start, -1)
                 prefix = torch.cat([before, guessed], dim=-1).flatten(0, 1)
                 block = scores[members, start:end]
-                looking: Any = self.rows[rows[members[0]]]  # at the text
+                looking: Any = self.rows[rows.numbers[members[0]]]  # at the text
                 processed = looking(prefix, block.flatten(0, 1))
                 scores[members, start:end] = processed.view_as(block).to(scores)
         return scores, self._finish(scores)
@@ -193,16 +205,15 @@ class RowProcessors:
         unused = torch.zeros(flat.shape[0], 1, dtype=torch.long, device=flat.device)
         return cast(Tensor, processor(unused, flat.float())).view_as(scores)
 
-    def _alike(
-        self, rows: Sequence[int], texts: Sequence[Sequence[int]], levels: Sequence[Hashable]
-    ) -> Iterator[tuple[list[int], Tensor]]:
+    def _alike(self, rows: Rows, levels: Sequence[Hashable]) -> Iterator[tuple[list[int], Tensor]]:
         """Group texts that can be processed in one call; give their indices and ids [r, T]."""
         groups: dict[Hashable, list[int]] = {}
-        for index, (row, text, of_tree) in enumerate(zip(rows, texts, levels, strict=True)):
+        each = zip(rows.numbers, rows.texts, levels, strict=True)
+        for index, (row, text, of_tree) in enumerate(each):
             alike = (id(self.rows[row]), len(text), of_tree)
             groups.setdefault(alike if self.stateless else index, []).append(index)
         for members in groups.values():
-            yield members, torch.tensor([list(texts[i]) for i in members])
+            yield members, torch.tensor([list(rows.texts[i]) for i in members])
 
 
 def _levels(tree: Tree | RowTrees, num_rows: int) -> list[tuple[tuple[int, int, int], ...]]:

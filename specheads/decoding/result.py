@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.attention.cache import TreeCache
-from specheads.decoding.processors import copy_for_row
+from specheads.decoding.processors import Rows, copy_for_row
 from specheads.models.base import context_length
 from specheads.models.forward import check_sides
 from specheads.system.errors import check
@@ -102,25 +102,6 @@ class DecodeResult:
         """Mean tokens per step and row; 1 for plain decoding."""
         lengths = [length for row in self.rows for length in row.accept_lengths]
         return sum(lengths) / max(1, len(lengths))
-
-
-class Rows(NamedTuple):
-    """The rows of a batch that take part in a step.
-
-    Attributes:
-        numbers: [B], which rows of the batch they are, for their seeds and processors.
-        texts: [B], prompt and new tokens so far; not to be changed.
-        going: [B], whether the row may still get tokens.
-    """
-
-    numbers: Sequence[int]
-    texts: Sequence[Sequence[int]]
-    going: Sequence[bool]
-
-    @property
-    def roots(self) -> list[int]:
-        """[B], the position of each text's last token."""
-        return [len(text) - 1 for text in self.texts]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from specheads.attention.tree import RowTrees, Tree, default_tree
-from specheads.decoding.processors import RowProcessors, bind
+from specheads.decoding.processors import RowProcessors, Rows, bind
 from specheads.drafters.contract import Candidates
 from specheads.verification.sampling import Survivors
 
@@ -96,7 +96,8 @@ def after(
 ) -> Tensor:
     """Return scores [R, V] after texts from logits [R, V]."""
     roots = Candidates(torch.zeros(len(rows), 1, dtype=torch.long), Tree.chain(0))
-    return bound.at_nodes(roots, logits[:, None], rows, texts)[1][:, 0]
+    going = [True] * len(rows)
+    return bound.at_nodes(roots, logits[:, None], Rows(rows, texts, going))[1][:, 0]
 
 
 def random_trees(kind: str, num_rows: int) -> Tree | RowTrees:
@@ -124,7 +125,8 @@ def test_nodes_and_rows_are_as_if_alone(tiny_llama: LlamaForCausalLM, name: str,
     tokens[:, 0] = torch.tensor([text[-1] for text in texts])
     logits = torch.randn(4, tree.num_nodes, V, generator=generator)
     if name not in WALKED:
-        _, scores = bound.at_nodes(Candidates(tokens, tree), logits, [0, 1, 2, 3], texts)
+        every = Rows([0, 1, 2, 3], texts, [True] * 4)
+        _, scores = bound.at_nodes(Candidates(tokens, tree), logits, every)
     changed = 0
     for i, text in enumerate(texts):
         kwargs = dict(settings)
@@ -188,7 +190,8 @@ def test_processors_of_unknown_type_have_a_state_per_row() -> None:
     assert copied.seen == [[7], [7, 8], [7, 8, 9]]
     assert copied.model is processor.model, "a model is shared, not copied"
     with pytest.raises(ValueError, match="accepted path"):
-        bound.at_nodes(Candidates(torch.zeros(2, 2), Tree.chain(1)), torch.zeros(2, 2, 4), [], [])
+        candidates = Candidates(torch.zeros(2, 2), Tree.chain(1))
+        bound.at_nodes(candidates, torch.zeros(2, 2, 4), Rows([], [], []))
 
 
 def test_what_cannot_be_copied_is_refused_for_a_batch_only() -> None:
@@ -281,7 +284,7 @@ def test_rows_of_one_length_are_processed_together(
     widths = [tree.depths.tolist().count(d) for d in range(tree.max_depth + 1)]
     logits = torch.randn(3, tree.num_nodes, V)
     tokens = torch.zeros(3, tree.num_nodes, dtype=torch.long)
-    bound.at_nodes(Candidates(tokens, tree), logits, [0, 1, 2], rows)
+    bound.at_nodes(Candidates(tokens, tree), logits, Rows([0, 1, 2], rows, [True] * 3))
     assert calls == [
         *((2 * n, 7 + d) for d, n in enumerate(widths)),
         *((n, 3 + d) for d, n in enumerate(widths)),
