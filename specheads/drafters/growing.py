@@ -224,13 +224,13 @@ def grow_on_host(
     Returns:
         Per row tokens and parents.
     """
-    rows = [_GrowingRow(root, num_nodes) for root in roots]
+    rows = [_GrowingRow(root, num_nodes, width) for root in roots]
     nodes: Nodes | None = None
     for depth in range(max(limits)):
         log_probs, guesses = (each.tolist() for each in ask(nodes))
         for row, limit, of_row, tokens in zip(rows, limits, log_probs, guesses, strict=True):
             if depth < limit:
-                row.extend(depth, of_row, tokens, width)
+                row.extend(depth, of_row, tokens)
             gains = not min_gain or sum(math.exp(each.value) for each in row.asked) >= min_gain
             if depth + 1 >= limit or not gains:
                 row.asked = []
@@ -266,19 +266,15 @@ class _GrowingRow:
         asked: the nodes below which is asked next, the most valuable of the last level.
     """
 
-    def __init__(self, root: int, num_nodes: int) -> None:
-        self.root, self.most = root, num_nodes - 1
+    def __init__(self, root: int, num_nodes: int, width: int) -> None:
+        self.root, self.most, self.width = root, num_nodes - 1, width
         self.asked = [_Asked(0.0, 0, 0, root)]
         # (minus the value, depth, place in the level, the parent's number, token), level by level
         self.found: list[tuple[float, int, int, int, int]] = []
         self.best: list[float] = []  # the values of the best nodes so far, negative, ascending
 
     def extend(
-        self,
-        depth: int,
-        log_probs: Sequence[Sequence[float]],
-        tokens: Sequence[Sequence[int]],
-        width: int,
+        self, depth: int, log_probs: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]
     ) -> None:
         """Add the best of the next level, and choose below which of them to ask."""
         full = len(self.best) == self.most
@@ -301,7 +297,7 @@ class _GrowingRow:
         bar = self.best[-1] if len(self.best) == self.most else math.inf
         self.asked = [
             _Asked(-negative, first + place, above, tokens[above][rank])
-            for place, (negative, above, rank) in enumerate(level[:width])
+            for place, (negative, above, rank) in enumerate(level[: self.width])
             if negative < bar
         ]
 
