@@ -21,6 +21,7 @@ from specheads.decoding.processors import NO_PROCESSORS, RowProcessors, Rows
 from specheads.decoding.result import Output
 from specheads.drafters.contract import Candidates
 from specheads.models.forward import replay
+from specheads.models.support import tree_support
 from specheads.verification.sampling import ROUNDING, Sampler, Survivors
 
 EXACT_DTYPES = (torch.float32, torch.float64)
@@ -62,22 +63,28 @@ class Chooser:
     replay: Callable[[int, Sequence[int]], Tensor] | None = None
     rounding: float = ROUNDING
 
-    def next_tokens(self, logits: Tensor, rows: Rows) -> tuple[list[int], Tensor]:
-        """Choose the tokens after the texts of ``rows`` from logits [B, V].
+    def next_tokens(self, output: Output, logits: Tensor, numbers: Sequence[int]) -> list[int]:
+        """Choose one token per row from logits [B, V] after their texts; it is not emitted yet.
 
-        Returns:
-            The tokens, and the logits [B, V] after processors.
+        Args:
+            output: the texts.
+            logits: [B, V].
+            numbers: [B], which rows.
         """
+        rows = output.at(numbers)
         scored = self._after(logits, rows)
+        if output.kept is not None:
+            root = torch.zeros(len(numbers), 1, dtype=torch.long)
+            output.keep(rows, root, logits[:, None], scored.processed[:, None], self.sampler)
         tokens = scored.best()
         if self.replay is None:
-            return tokens.tolist(), scored.processed
+            return tokens.tolist()
         ties = self._near_ties(logits, scored.before, scored.scores, rows)
         chosen, tied = torch.stack([tokens, ties]).tolist()
         for i, (row, text, going) in enumerate(zip(*rows, strict=True)):
             if tied[i] and going:
                 chosen[i] = int(self.settle(row, text).argmax())
-        return chosen, scored.processed
+        return chosen
 
     def at_nodes(self, candidates: Candidates, logits: Tensor, rows: Rows) -> Scored:
         """Score the trees; off the accepted path the scores may be those of bare logits.
@@ -188,7 +195,6 @@ def make_chooser(
     processors: RowProcessors = NO_PROCESSORS,
     *,
     exact: bool = True,
-    rounding: float = ROUNDING,
 ) -> Chooser:
     """Return a chooser whose replays are counted.
 
@@ -198,7 +204,6 @@ def make_chooser(
         sampler: greedy if None.
         processors: of the batch's rows.
         exact: settle near-ties where the dtype is precise enough for it.
-        rounding: of a difference of two logits of ``model``, relative to the largest.
     """
 
     def replayed(row: int, text: Sequence[int]) -> Tensor:
@@ -206,5 +211,5 @@ def make_chooser(
         ids = torch.tensor([list(text)], device=output.device)
         return replay(model, ids, output.num_prompt(row))
 
-    settles = exact and model.dtype in EXACT_DTYPES
-    return Chooser(sampler or Sampler(), processors, replayed if settles else None, rounding)
+    settled = replayed if exact and model.dtype in EXACT_DTYPES else None
+    return Chooser(sampler or Sampler(), processors, settled, tree_support(model).rounding)

@@ -124,8 +124,7 @@ def decode(
         known = base.align(prompts)
         # plain decoding of one whole prompt is what all else is compared with, and replays nothing
         exact = drafter is not None or len(prompts) > 1 or any(known) or asked.compile
-        given = model, output, asked.sampler, processors
-        chooser = make_chooser(*given, exact=exact, rounding=support.rounding)
+        chooser = make_chooser(model, output, asked.sampler, processors, exact=exact)
         unread = [prompt[n:] for prompt, n in zip(prompts, known, strict=True)]
         try:
             if drafter is None:
@@ -145,7 +144,7 @@ def _decode_plain(
     numbers = list(range(len(unread)))
     while True:
         logits = base.read_next(tokens, counts, partial(output.texts.__getitem__, numbers[0]))
-        chosen = next_tokens(output, chooser, logits, numbers)
+        chosen = chooser.next_tokens(output, logits, numbers)
         output.emit(numbers, [[token] for token in chosen])
         going = [bool(output.budget(row)) for row in numbers]
         if not any(going):
@@ -156,25 +155,6 @@ def _decode_plain(
             numbers, chosen = ([each[i] for i in kept] for each in (numbers, chosen))
             going = [True] * len(kept)
         tokens, counts = pad_rows([[token] for token in chosen], base.device), list(map(int, going))
-
-
-def next_tokens(
-    output: Output, chooser: Chooser, logits: Tensor, numbers: Sequence[int]
-) -> list[int]:
-    """Choose one token per row from logits [B, V] after their texts; it is not emitted yet.
-
-    Args:
-        output: the texts.
-        chooser: how tokens are chosen.
-        logits: [B, V].
-        numbers: [B], which rows.
-    """
-    rows = output.at(numbers)
-    chosen, processed = chooser.next_tokens(logits, rows)
-    if output.kept is not None:
-        root = torch.zeros(len(numbers), 1, dtype=torch.long)
-        output.keep(rows, root, logits[:, None], processed[:, None], chooser.sampler)
-    return chosen
 
 
 def _decode(
@@ -190,7 +170,7 @@ def _decode(
     numbers, prompts = list(range(len(unread))), [list(text) for text in output.texts]
     logits = base.read(tokens, counts)
     at_nodes = hidden()
-    chosen = next_tokens(output, chooser, logits, numbers)
+    chosen = chooser.next_tokens(output, logits, numbers)
     root = torch.tensor(chosen, device=logits.device)
     acceptance = asked.acceptance or Acceptance()
     imitable = chooser.processors.imitated(chooser.sampler)

@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 
 from specheads.attention.cache import TreeCache
 from specheads.decoding.choose import make_chooser
-from specheads.decoding.loop import next_tokens
 from specheads.decoding.result import DecodedRow, Limits, Output
 from specheads.models.forward import ModelPass, pad_rows, rounds_by_shape, thresholds, undisturbed
 from specheads.models.support import tree_support
@@ -89,7 +88,7 @@ class PlainStream:
         self._seeds: list[int] = []
         self._output = Output([], model.device, Limits(0, eos_token_ids))
         seeded = replace(sampler, seeds=self._seeds)
-        self._chooser = make_chooser(model, self._output, seeded, rounding=support.rounding)
+        self._chooser = make_chooser(model, self._output, seeded)
         self._base: ModelPass | None = None
         self._shared: TreeCache | None = None  # of one row: what prompts begin with
         self._rows: list[int] = []  # of the cache: which jobs they belong to
@@ -217,7 +216,7 @@ class PlainStream:
             base.cache.select(torch.zeros(1, dtype=torch.long))
         else:
             logits = base.read_next(tokens, counts, text)
-        chosen = next_tokens(self._output, self._chooser, logits, rows)
+        chosen = self._chooser.next_tokens(self._output, logits, rows)
         self._output.emit(rows, [[token] for token in chosen])
         self.num_tokens += len(rows)
         going = [self._output.budget(row) > 0 for row in rows]
