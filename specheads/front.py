@@ -32,10 +32,9 @@ from torch import Tensor
 from specheads.config import ConfigError, DecodeConfig, TrainConfig
 from specheads.config.commands import TextSettings
 from specheads.data.chat import Encoder
-from specheads.data.schema import Record
 from specheads.decoding.conversation import StepPrinter, text_of
 from specheads.decoding.exported import Chosen, Subject, choose_drafter, load_subject
-from specheads.decoding.generate import SpecDecoder, decode_many, decode_prompts
+from specheads.decoding.generate import SpecDecoder, decode_many, decode_prompts, room
 from specheads.models.base import context_length
 from specheads.system import hardware
 from specheads.system.files import shipped_export
@@ -163,14 +162,13 @@ class Model:
             ConfigError: for a prompt of no tokens, one that fills the context, or messages that the
                 template refuses.
         """
+        template = None if raw else self.subject.tokenizer.chat_template
         if isinstance(prompt, Tensor):
-            ids = [int(token) for token in prompt.flatten().tolist()]
-        elif isinstance(prompt, str):
-            record: Record = {"id": "of this call", "kind": "prompt", "text": prompt}
-            if not raw and self.subject.tokenizer.chat_template is not None:
-                messages = [{"role": "user", "content": prompt}]
-                record = {"id": "of this call", "kind": "chat", "messages": messages}
-            ids = self._encode.prompt(record)
+            prompt = prompt.flatten().tolist()
+        elif isinstance(prompt, str) and template is not None:
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str):
+            ids = self._encode.prompt({"id": "of this call", "kind": "prompt", "text": prompt})
         elif prompt and isinstance(prompt[0], Mapping):
             messages = [dict(cast(Message, each)) for each in prompt]
             ids = self._encode.prompt({"id": "of this call", "kind": "chat", "messages": messages})
@@ -224,19 +222,17 @@ class Model:
         several = _several(prompts)
         asked = cast("Sequence[Prompt]", prompts) if several else [cast(Prompt, prompts)]
         ids = [self.prompt(each, raw=raw) for each in asked]
-        context = context_length(self.subject.base) or 1 << 40
-        limits = [min(max_new_tokens, context - len(each)) for each in ids]
         drawn = TextSettings(
             checkpoint="", temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
         start = time.perf_counter()
-        rows = dict(decode_many(self.decoder, drawn, ids, limits, batch_size, **settings))
+        rows = list(decode_many(self.decoder, drawn, ids, max_new_tokens, batch_size, **settings))
         seconds = time.perf_counter() - start
         found = []
-        for i, read in enumerate(ids):
-            new, lengths = rows[i].new_tokens, rows[i].accept_lengths
+        for read, row in zip(ids, rows, strict=True):
+            new, lengths = row.new_tokens, row.accept_lengths
             text = text_of(self.subject.tokenizer, new)
-            found.append(Generated(text, new, read, lengths, rows[i].finished, seconds))
+            found.append(Generated(text, new, read, lengths, row.finished, seconds))
         return found if several else found[0]
 
     def stream(
@@ -266,7 +262,7 @@ class Model:
             ConfigError: as :meth:`prompt`, before anything is decoded.
         """
         ids = self.prompt(prompt, raw=raw)
-        limit = min(max_new_tokens, (context_length(self.subject.base) or 1 << 40) - len(ids))
+        limit = min(max_new_tokens, room(self.subject.base, ids))
         drawn = TextSettings(checkpoint="", temperature=temperature, seed=seed)
         return self._pieces(ids, drawn, limit, settings)
 

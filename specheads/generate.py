@@ -32,8 +32,7 @@ def run(config: GenerateConfig) -> None:
     """Load, decode, print."""
     from specheads.data.chat import Encoder
     from specheads.decoding.exported import choose_drafter, subject_of
-    from specheads.decoding.generate import SpecDecoder
-    from specheads.models.base import context_length
+    from specheads.decoding.generate import SpecDecoder, room
     from specheads.models.support import tree_support
 
     subject = subject_of(config, None if config.plain else config.decode)
@@ -41,35 +40,28 @@ def run(config: GenerateConfig) -> None:
         config = replace(config, batch_size=1)  # its rows can only be decoded alone
     records = _records(config, has_template=subject.tokenizer.chat_template is not None)
     prompts = list(map(Encoder(subject.tokenizer).prompt, records))
-    context = context_length(subject.base) or 1 << 30
-    for record, prompt in zip(records, prompts, strict=True):
-        if len(prompt) >= context:
-            name = f" {record['id']}" if config.prompts else ""
-            raise ConfigError(
-                f"the prompt{name} is {len(prompt)} tokens, but the base model's context is"
-                f" {context}"
-            )
-    limits = [min(config.max_new_tokens, context - len(prompt)) for prompt in prompts]
+    names = [record["id"] for record in records]
+    for name, prompt in zip(names, prompts, strict=True):
+        room(subject.base, prompt, f"the prompt {name}" if config.prompts else "the prompt")
     drafter = None if config.plain else choose_drafter(subject, config.decode).drafter
     decoder = SpecDecoder.of(subject, config.decode, drafter)
     if config.prompts:
-        answer(_decode_all(config, decoder, [record["id"] for record in records], prompts, limits))
+        answer(_decode_all(config, decoder, names, prompts))
     else:
-        answer(_decode_one(config, decoder, prompts[0], limits[0]))
+        answer(_decode_one(config, decoder, prompts[0]))
 
 
-def _decode_one(
-    config: GenerateConfig, decoder: SpecDecoder, prompt: Tokens, limit: int
-) -> dict[str, Any]:
+def _decode_one(config: GenerateConfig, decoder: SpecDecoder, prompt: Tokens) -> dict[str, Any]:
     """Show the text of one prompt as it appears; return what ``json=true`` answers."""
     from specheads.decoding.conversation import StepPrinter
-    from specheads.decoding.generate import decode_prompts
+    from specheads.decoding.generate import decode_prompts, room
 
     assert decoder.tokenizer is not None
     color = wants_color(config.color, sys.stdout)
     # with json=true the text that is to be exact stands in the object
     safe = config.json or sys.stdout.isatty()
     printer = StepPrinter(decoder.tokenizer, write, color=color, safe=safe)
+    limit = min(config.max_new_tokens, room(decoder.base, prompt))
     start, stop = time.perf_counter(), config.stop or None
     result = decode_prompts(decoder, config, [prompt], limit, stop_strings=stop, on_tokens=printer)
     printer.finish()
@@ -90,24 +82,21 @@ def _decode_one(
 
 
 def _decode_all(
-    config: GenerateConfig,
-    decoder: SpecDecoder,
-    names: Sequence[str],
-    prompts: Sequence[Tokens],
-    limits: Sequence[int],
+    config: GenerateConfig, decoder: SpecDecoder, names: Sequence[str], prompts: Sequence[Tokens]
 ) -> dict[str, Any]:
     """Write a line of JSON per prompt; return what ``json=true`` answers."""
     from specheads.decoding.generate import decode_many
 
     assert decoder.tokenizer is not None
-    start, size = time.perf_counter(), config.batch_size
+    start, size, limit = time.perf_counter(), config.batch_size, config.max_new_tokens
     lengths: list[int] = []
     rows: list[dict[str, Any]] = []
     stop = config.stop or None
-    for i, row in decode_many(decoder, config, prompts, limits, size, stop_strings=stop):
+    decoded = decode_many(decoder, config, prompts, limit, size, stop_strings=stop)
+    for name, row in zip(names, decoded, strict=True):
         lengths += row.accept_lengths
         line = {
-            "id": names[i],
+            "id": name,
             "text": decoder.tokenizer.decode(row.new_tokens, skip_special_tokens=True),
             "num_tokens": len(row.new_tokens),
             "num_steps": len(row.accept_lengths),

@@ -82,15 +82,15 @@ def steps_and_differing(
         After how many different texts logits were seen, and how often others than before.
     """
     seen: dict[tuple[int, ...], Tensor] = {}
-    choose, differing = stream.next_tokens, 0
+    choose, differing = Chooser.next_tokens, 0
 
-    def kept(output: Output, chooser: Chooser, logits: Tensor, rows: list[int]) -> list[int]:
+    def kept(chooser: Chooser, output: Output, logits: Tensor, rows: list[int]) -> list[int]:
         nonlocal differing
         for row, found in zip(rows, logits, strict=True):
             differing += not seen.setdefault(tuple(output.texts[row]), found).equal(found)
-        return choose(output, chooser, logits, rows)
+        return choose(chooser, output, logits, rows)
 
-    with patch.object(stream, "next_tokens", kept):
+    with patch.object(Chooser, "next_tokens", kept):
         for size, jobs in turns:
             waiting = list(jobs)
 

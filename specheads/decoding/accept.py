@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specheads.attention.tree import Tree
 from specheads.decoding.choose import Chooser
-from specheads.decoding.result import Rows
+from specheads.decoding.processors import Rows
 from specheads.drafters.contract import Candidates, StepResult
 from specheads.drafters.growing import padded
 from specheads.system.errors import at_least, one_of, within
@@ -96,16 +96,15 @@ class Acceptance:
             draft_probs = draft_probs.to(base_probs)
         if self.rule == "lossy_typical":
             return typical(tokens, tree, base_probs, epsilon=self.epsilon, delta=self.delta)
-        if self.rule == "lossy_lenient" and greedy:
+        lenient = self.rule == "lossy_lenient"
+        if lenient and greedy:
             return lenient_greedy(tokens, tree, base_probs, lenience=self.lenience)
         if sampling == "none":
             tokens, tree = merge_siblings(tokens, tree)
-        if self.rule == "lossy_lenient":
-            lenience = self.lenience
-            return reject(tokens, tree, base_probs, draft_probs, chance, sampling, lenience)
-        if sampling == "chain" and draft_probs is not None:
+        if sampling == "chain" and draft_probs is not None and not lenient:
             return block(tokens, base_probs, draft_probs, chance)
-        return reject(tokens, tree, base_probs, draft_probs, chance, sampling)
+        lenience = self.lenience if lenient else 1.0
+        return reject(tokens, tree, base_probs, draft_probs, chance, sampling, lenience)
 
 
 def accept(
@@ -218,9 +217,9 @@ def _apply_rule(
         The base model's likeliest tokens [B, N], the logits [B, N, V] after processors, the way.
     """
     sampler = chooser.sampler
-    _, processed = chooser.processed_at_nodes(candidates, logits, rows)
+    _, processed = chooser.processors.at_nodes(candidates, logits, rows)
     base_probs = sampler.probs(processed)
-    positions = torch.tensor([len(text) - 1 for text in rows.texts], device=logits.device)
+    positions = torch.tensor(rows.roots, device=logits.device)
     chance = Chance(sampler.seed, positions, rows.numbers, candidates.tree.num_nodes)
     path, num_accepted, next_token = acceptance.decide(
         candidates, base_probs, chance, greedy=sampler.temperature == 0

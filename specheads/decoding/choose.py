@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.attention.tree import RowTrees, Tree
-from specheads.decoding.processors import RowProcessors
-from specheads.decoding.result import Output, Rows
+from specheads.attention.tree import Tree
+from specheads.decoding.processors import NO_PROCESSORS, RowProcessors, Rows
+from specheads.decoding.result import Output
 from specheads.drafters.contract import Candidates
 from specheads.models.forward import replay
+from specheads.models.support import tree_support
 from specheads.verification.sampling import ROUNDING, Sampler, Survivors
 
 EXACT_DTYPES = (torch.float32, torch.float64)
@@ -58,33 +59,32 @@ class Chooser:
     """
 
     sampler: Sampler
-    processors: RowProcessors | None = None
+    processors: RowProcessors = NO_PROCESSORS
     replay: Callable[[int, Sequence[int]], Tensor] | None = None
     rounding: float = ROUNDING
 
-    @property
-    def imitable(self) -> Sampler:
-        """How tokens are drawn, the processors' part of it included: what drafters imitate."""
-        if self.processors is None:
-            return self.sampler
-        return self.processors.imitated(self.sampler)
+    def next_tokens(self, output: Output, logits: Tensor, numbers: Sequence[int]) -> list[int]:
+        """Choose one token per row from logits [B, V] after their texts; it is not emitted yet.
 
-    def next_tokens(self, logits: Tensor, rows: Rows) -> tuple[list[int], Tensor]:
-        """Choose the tokens after the texts of ``rows`` from logits [B, V].
-
-        Returns:
-            The tokens, and the logits [B, V] after processors.
+        Args:
+            output: the texts.
+            logits: [B, V].
+            numbers: [B], which rows.
         """
+        rows = output.at(numbers)
         scored = self._after(logits, rows)
+        if output.kept is not None:
+            root = torch.zeros(len(numbers), 1, dtype=torch.long)
+            output.keep(rows, root, logits[:, None], scored.processed[:, None], self.sampler)
         tokens = scored.best()
         if self.replay is None:
-            return tokens.tolist(), scored.processed
+            return tokens.tolist()
         ties = self._near_ties(logits, scored.before, scored.scores, rows)
         chosen, tied = torch.stack([tokens, ties]).tolist()
         for i, (row, text, going) in enumerate(zip(*rows, strict=True)):
             if tied[i] and going:
                 chosen[i] = int(self.settle(row, text).argmax())
-        return chosen, scored.processed
+        return chosen
 
     def at_nodes(self, candidates: Candidates, logits: Tensor, rows: Rows) -> Scored:
         """Score the trees; off the accepted path the scores may be those of bare logits.
@@ -97,26 +97,14 @@ class Chooser:
         Returns:
             Of all nodes, [B, N, V].
         """
-        if self.processors is not None and not self.processors.stateless:
+        if not self.processors.stateless:
             return self._on_paths(candidates, logits, rows)
-        before, processed = self.processed_at_nodes(candidates, logits, rows)
-        scores = self._noised(self.sampler, processed, candidates.tree, rows)
+        return self._at_nodes(candidates, logits, rows)
+
+    def _at_nodes(self, candidates: Candidates, logits: Tensor, rows: Rows) -> Scored:
+        before, processed = self.processors.at_nodes(candidates, logits, rows)
+        scores = self.sampler.tree_scores(processed, candidates.tree, rows.roots, rows.numbers)
         return Scored(before, processed, scores)
-
-    def processed_at_nodes(
-        self, candidates: Candidates, logits: Tensor, rows: Rows
-    ) -> tuple[Tensor, Tensor]:
-        """Return the logits [B, N, V] after processors, each given its node's own prefix.
-
-        Returns:
-            After those that look at the text, and after all.
-
-        Raises:
-            ValueError: if a processor keeps a state: it must not see texts that will never be.
-        """
-        if self.processors is None:
-            return logits, logits
-        return self.processors.at_nodes(candidates, logits, rows.numbers, rows.texts)
 
     def _on_paths(self, candidates: Candidates, logits: Tensor, rows: Rows) -> Scored:
         """Go down node by node, as only then it is known which prefixes will be."""
@@ -146,18 +134,10 @@ class Chooser:
 
     def _after(self, logits: Tensor, rows: Rows) -> Scored:
         """Return scores [B, V] after the texts of ``rows``."""
-        before = processed = logits
-        if self.processors is not None:
-            before, processed = self.processors.after(logits, rows.numbers, rows.texts)
-        root = Tree.chain(0).to(logits.device)
-        scores = self._noised(self.sampler, processed[:, None], root, rows)[:, 0]
-        return Scored(before, processed, scores)
-
-    @staticmethod
-    def _noised(sampler: Sampler, logits: Tensor, tree: Tree | RowTrees, rows: Rows) -> Tensor:
-        """Return scores [B, N, V] at the nodes of a tree whose root is each text's last token."""
-        roots = [len(text) - 1 for text in rows.texts]
-        return sampler.tree_scores(logits, tree, roots, rows.numbers)
+        tokens = torch.zeros(len(logits), 1, dtype=torch.long)  # the texts' last ones: not read
+        roots = Candidates(tokens, Tree.chain(0).to(logits.device))
+        scored = self._at_nodes(roots, logits[:, None], rows)
+        return Scored(*(each[:, 0] for each in scored))
 
     def near_ties(self, logits: Tensor, scored: Scored, rows: Rows, path: Tensor) -> Tensor:
         """Tell which nodes of ``path`` [B, D+1] are to be settled; [B, D+1] bool."""
@@ -171,8 +151,8 @@ class Chooser:
     @property
     def _cuts(self) -> bool:
         """Whether tokens are cut off; greedily the best is taken, which no cut removes."""
-        sampler, processors = self.sampler, self.processors
-        cut = sampler.top_k > 0 or sampler.top_p < 1 or (processors is not None and processors.cut)
+        sampler = self.sampler
+        cut = sampler.top_k > 0 or sampler.top_p < 1 or self.processors.cut
         return cut and sampler.temperature > 0
 
     def _near_ties(
@@ -185,12 +165,11 @@ class Chooser:
         sampler, processors = self.sampler, self.processors
         if before is None or not self._cuts:
             # a temperature among the processors enlarges rounding as the sampler's own does
-            factor = 1.0 if processors is None else processors.temperature
-            logits = logits if factor == 1.0 else logits / factor
+            factor = processors.temperature
+            logits = logits if factor == 1 else logits / factor
             return sampler.near_ties(logits, scores, rounding=self.rounding)
         left = Survivors(before, self.rounding * logits.abs().amax(-1, keepdim=True))
-        if processors is not None:
-            processors.leave(left)
+        processors.leave(left)
         left.temper(sampler.temperature)
         if sampler.top_k:
             left.top_k(sampler.top_k)
@@ -199,7 +178,7 @@ class Chooser:
         bare = replace(sampler, temperature=1.0, top_k=0, top_p=1.0)
         along = left.scores if logits.dim() == 3 else left.scores[:, None]
         path = Tree.chain(along.shape[1] - 1).to(logits.device)
-        noised = self._noised(bare, along, path, rows).view_as(left.scores)
+        noised = bare.tree_scores(along, path, rows.roots, rows.numbers).view_as(left.scores)
         return left.undecided(noised) & ~scores.amax(-1).isposinf()
 
     def settle(self, row: int, text: Sequence[int]) -> Tensor:
@@ -213,10 +192,9 @@ def make_chooser(
     model: PreTrainedModel,
     output: Output,
     sampler: Sampler | None,
-    processors: RowProcessors | None = None,
+    processors: RowProcessors = NO_PROCESSORS,
     *,
     exact: bool = True,
-    rounding: float = ROUNDING,
 ) -> Chooser:
     """Return a chooser whose replays are counted.
 
@@ -226,7 +204,6 @@ def make_chooser(
         sampler: greedy if None.
         processors: of the batch's rows.
         exact: settle near-ties where the dtype is precise enough for it.
-        rounding: of a difference of two logits of ``model``, relative to the largest.
     """
 
     def replayed(row: int, text: Sequence[int]) -> Tensor:
@@ -234,5 +211,5 @@ def make_chooser(
         ids = torch.tensor([list(text)], device=output.device)
         return replay(model, ids, output.num_prompt(row))
 
-    settles = exact and model.dtype in EXACT_DTYPES
-    return Chooser(sampler or Sampler(), processors, replayed if settles else None, rounding)
+    settled = replayed if exact and model.dtype in EXACT_DTYPES else None
+    return Chooser(sampler or Sampler(), processors, settled, tree_support(model).rounding)

@@ -14,8 +14,9 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,9 +29,7 @@ from specheads.config import ChatConfig, ConfigError
 from specheads.data.chat import Encoder
 from specheads.data.schema import Record
 from specheads.decoding.choose import EXACT_DTYPES
-from specheads.decoding.generate import SpecDecoder, decode_prompts
-from specheads.drafters.draft_model import num_shared
-from specheads.models.base import context_length
+from specheads.decoding.generate import SpecDecoder, decode_prompts, room
 from specheads.system.terminal import (
     DIM,
     RESET,
@@ -62,7 +61,6 @@ class Turn:
         config: how its tokens were chosen.
         new_tokens: the answer's, an end token included.
         accept_lengths: tokens of every verify step; the prefill's own token is none of them.
-        prefill_seconds: until the first token.
         decode_seconds: from the first token to the last.
         finished: ended by itself.
         stopped: ended by :class:`StopTurnError`.
@@ -74,7 +72,6 @@ class Turn:
     config: ChatConfig
     new_tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
-    prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     finished: bool = False
     stopped: bool = False
@@ -169,9 +166,8 @@ class Conversation:
                 nothing has changed.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = self.prompt(messages)
-        limit = min(self.config.max_new_tokens, self._room(prompt))
-        turn = self._decode(self.decoder, self.config, prompt, limit, on_step)
+        turn = Turn(self.prompt(messages), 0, self.config)
+        self._decode(self.decoder, turn, on_step)
         if turn.new_tokens:
             answer = {"role": "assistant", "content": text_of(self.tokenizer, turn.new_tokens)}
             self.messages = [*messages, answer]
@@ -185,59 +181,41 @@ class Conversation:
         Raises:
             ConfigError: what :meth:`ask` raises.
         """
-        limit = min(turn.config.max_new_tokens, self._room(turn.prompt))
-        if turn.stopped:
-            limit = len(turn.new_tokens)
-        return self._decode(self._plain, turn.config, turn.prompt, limit, on_step)
-
-    def _room(self, prompt: list[int]) -> int:
-        """Return how many tokens the context still takes.
-
-        Raises:
-            ConfigError: if none.
-        """
-        context = context_length(self.decoder.base) or 1 << 30
-        if len(prompt) >= context:
-            raise ConfigError(
-                f"the conversation is {len(prompt)} tokens, but the base model's context is"
-                f" {context}"
-            )
-        return context - len(prompt)
+        again = Turn(turn.prompt, 0, turn.config)
+        self._decode(self._plain, again, on_step, len(turn.new_tokens) if turn.stopped else None)
+        return again
 
     def _decode(
-        self,
-        decoder: SpecDecoder,
-        config: ChatConfig,
-        prompt: list[int],
-        limit: int,
-        on_step: OnStep | None,
-    ) -> Turn:
+        self, decoder: SpecDecoder, turn: Turn, on_step: OnStep | None, limit: int | None = None
+    ) -> None:
+        """Fill in what comes of a turn, whose limit is the settings' unless one is given."""
+        left = room(self.decoder.base, turn.prompt, "the conversation")
+        if limit is None:
+            limit = min(turn.config.max_new_tokens, left)
         held = self.cache.tokens[0] if self.cache.tokens else []
         # the last token is always read
-        turn = Turn(prompt, len(prompt) - num_shared(held, prompt[:-1]), config)
-        times = [time.perf_counter()]
+        turn.num_read = len(turn.prompt) - len(commonprefix([held, turn.prompt[:-1]]))
+        times: list[float] = []
 
         def hand_out(row: int, tokens: list[int]) -> None:
             times.append(time.perf_counter())
             if turn.new_tokens:
                 turn.accept_lengths.append(len(tokens))
             turn.new_tokens += tokens
-            turn.prefill_seconds = times[1] - times[0]
-            turn.decode_seconds = times[-1] - times[1]
+            turn.decode_seconds = times[-1] - times[0]
             if on_step is not None:
                 on_step(turn, tokens)
 
         try:
             more = {"past_key_values": self.cache, "on_tokens": hand_out}
-            turn.finished = decode_prompts(decoder, config, [prompt], limit, **more).finished
+            result = decode_prompts(decoder, turn.config, [turn.prompt], limit, **more)
+            turn.finished = result.finished
         except StopTurnError:
             turn.stopped = True
         except BaseException:
             self.cache.reset()  # a pass may have been cut off in its middle
             raise
-        full = len(turn.new_tokens) == self._room(prompt)
-        turn.context_full = full and not turn.finished
-        return turn
+        turn.context_full = len(turn.new_tokens) == left and not turn.finished
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
@@ -252,6 +230,7 @@ def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
 _BACKGROUNDS = (223, 153, 157, 225, 229, 189)  # pale, of the 256-colour palette
 
 
+@dataclass(eq=False, repr=False)
 class StepPrinter:
     """Prints the new tokens of every step as text; give it to a decoding loop as ``on_tokens``.
 
@@ -267,21 +246,14 @@ class StepPrinter:
         text: all that was shown so far, without colours.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        write: Callable[[str], object],
-        *,
-        color: bool,
-        safe: bool = False,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.write = write
-        self.color = color
-        self.safe = safe
-        self._tokens: list[int] = []
-        self.text = ""
-        self.num_steps = 0
+    tokenizer: PreTrainedTokenizerBase
+    write: Callable[[str], object]
+    _: KW_ONLY
+    color: bool
+    safe: bool = False
+    text: str = field(default="", init=False)
+    num_steps: int = field(default=0, init=False)
+    _tokens: list[int] = field(default_factory=list, init=False)
 
     def __call__(self, row: int, tokens: list[int]) -> None:
         """Show one step's tokens; there is only one row."""
@@ -337,7 +309,7 @@ def comparison(fast: Turn, plain: Turn, dtype: torch.dtype) -> str:
         rows.append("too short to compare speeds")
     ours, theirs = fast.new_tokens, plain.new_tokens
     num = len(theirs) if plain.stopped else max(len(ours), len(theirs))
-    same = num_shared(ours, theirs)
+    same = len(commonprefix([ours, theirs]))
     equal = f"the first {same} of {num} tokens are equal{_why_not_all(fast, dtype)}"
     return "\n".join([*rows, f"all {num} tokens are equal" if same >= num else equal])
 

@@ -376,9 +376,7 @@ def verify_costs(base: PreTrainedModel, max_nodes: int) -> list[float]:
         max_nodes: largest tree, root included.
     """
     lengths = clocked_lengths(max(1, max_nodes - 1))
-    drafters = [None, *map(Blank, lengths)]
-    runs = [runner(base, each, _prompt(base), max_new_tokens=_NUM_TOKENS) for each in drafters]
-    costs = ratios(clock_steps(runs, repeats=_REPEATS))
+    costs = _clocked(base, [None, *map(Blank, lengths)])
     curve = CostCurve.through({n + 1: cost for n, cost in zip((0, *lengths), costs, strict=True)})
     return [curve.at(max(1, n)) for n in range(max_nodes + 1)]
 
@@ -411,15 +409,18 @@ def member_costs(
             per_level = step_costs(base, draft, 2).draft
         elif DRAFTERS[name] == "heads":
             # merging the guesses of heads with others' costs time as well
-            runs = [
-                runner(base, each, _prompt(base), max_new_tokens=_NUM_TOKENS)
-                for each in (None, HybridDrafter([drafter]))
-            ]
-            whole = median(ratios(clock_steps(runs, repeats=_REPEATS))[1])
+            whole = median(_clocked(base, [None, HybridDrafter([drafter])])[1])
             # all levels at once: what one of them costs depends on how many there are
             per_level = max(0.0, whole - verify[size]) / max(1, getattr(drafter, "max_depth", 1))
         found.append(StepCosts(per_level, verify))
     return found
+
+
+def _clocked(base: PreTrainedModel, drafters: Sequence[Drafter | None]) -> list[list[float]]:
+    """Return what steps with each drafter cost, over those with the first, round by round."""
+    prompt = _prompt(base)
+    runs = [runner(base, each, prompt, max_new_tokens=_NUM_TOKENS) for each in drafters]
+    return ratios(clock_steps(runs, repeats=_REPEATS))
 
 
 def _prompt(*models: PreTrainedModel) -> Tensor:

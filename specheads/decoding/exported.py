@@ -24,7 +24,7 @@ from specheads.drafters.draft_heads import NUM_PASSES, DraftHeadsDrafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.draft_tree import DraftTreeDrafter, SampledTreeDrafter, sequoia_tree
 from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
-from specheads.drafters.length import CALIBRATED, AdaptiveLength, FixedLength, Length, StepCosts
+from specheads.drafters.length import AdaptiveLength, FixedLength, Length, StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter, SuffixDrafter
 from specheads.drafters.merge import HybridDrafter
@@ -325,8 +325,7 @@ def _member(name: str, subject: Subject, decode: DecodeConfig, draft: Draft | No
     if name == "draft":
         length: Length = FixedLength(num_tokens or ADAPTIVE_TOKENS)
         if not num_tokens:
-            costs = step_costs(base, model, ADAPTIVE_TOKENS)
-            length = AdaptiveLength(costs, ADAPTIVE_TOKENS, chances=CALIBRATED)
+            length = AdaptiveLength(step_costs(base, model, ADAPTIVE_TOKENS), ADAPTIVE_TOKENS)
         chain = DraftModelDrafter(model, length, sampling=sampling)
         return Chosen(name, chain, length.max_tokens + 1, [model])
     if name == "draft_heads":

@@ -45,11 +45,11 @@ from specheads.config.commands import DecodeConfig, TextSettings
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.exported import Subject, acceptance_rule, choose_drafter, load_subject
 from specheads.decoding.loop import decode
-from specheads.decoding.result import DecodedRow, DecodeResult, OnTokens
+from specheads.decoding.result import DecodedRow, DecodeResult, OnTokens, pad_left
 from specheads.drafters.contract import Drafter
-from specheads.models.base import end_tokens, input_device
+from specheads.models.base import context_length, end_tokens, input_device
 from specheads.models.support import tree_support
-from specheads.system.errors import check
+from specheads.system.errors import ConfigError, check
 from specheads.verification.sampling import Sampler
 
 # what generate() hands on for its own forward passes
@@ -366,6 +366,20 @@ class SpecDecoder:
             self.on_tokens(row, tokens)
 
 
+def room(base: PreTrainedModel, prompt: Sequence[int], name: str = "the prompt") -> int:
+    """Return how many tokens the context still takes behind a prompt; ``name`` is for the error.
+
+    Raises:
+        ConfigError: if none.
+    """
+    context = context_length(base) or 1 << 30
+    if len(prompt) >= context:
+        raise ConfigError(
+            f"{name} is {len(prompt)} tokens, but the base model's context is {context}"
+        )
+    return context - len(prompt)
+
+
 def decode_prompts(
     decoder: SpecDecoder,
     settings: TextSettings,
@@ -383,13 +397,11 @@ def decode_prompts(
         **more: further arguments of :meth:`SpecDecoder.generate`; ``seed`` replaces the settings'.
     """
     assert decoder.tokenizer is not None
-    pad = decoder.tokenizer.pad_token_id
-    longest = max(map(len, prompts))
-    padding = [longest - len(prompt) for prompt in prompts]
-    rows = [[0] * n + [*prompt] for n, prompt in zip(padding, prompts, strict=True)]
-    mask = [[0] * n + [1] * (longest - n) for n in padding]
+    pad, device = decoder.tokenizer.pad_token_id, decoder.base.device
+    ids = [torch.tensor([[*prompt]], dtype=torch.long, device=device) for prompt in prompts]
+    input_ids, mask = pad_left(ids)
     options: dict[str, Any] = {
-        "attention_mask": torch.tensor(mask, device=decoder.base.device),
+        "attention_mask": mask,
         "temperature": settings.temperature,
         "repetition_penalty": settings.repetition_penalty,
         "no_repeat_ngram_size": settings.no_repeat_ngram_size,
@@ -400,7 +412,6 @@ def decode_prompts(
     if settings.temperature > 0:
         options |= {"top_k": settings.top_k, "top_p": settings.top_p}
         options["min_p"] = settings.min_p or None
-    input_ids = torch.tensor(rows, device=decoder.base.device)
     return decoder.generate(input_ids, max_new_tokens, **(options | more))
 
 
@@ -408,25 +419,25 @@ def decode_many(
     decoder: SpecDecoder,
     settings: TextSettings,
     prompts: Sequence[Sequence[int]],
-    limits: Sequence[int],
+    max_new_tokens: int,
     batch_size: int,
     **more: Any,
-) -> Iterator[tuple[int, DecodedRow]]:
-    """Decode prompts in batches; yield the number of each and what came of it.
+) -> Iterator[DecodedRow]:
+    """Decode prompts in batches; yield what came of each, in their order.
 
     Args:
         decoder: decodes; with its tokenizer.
         settings: how tokens are chosen; prompt n draws with their seed + n.
-        prompts: token ids.
-        limits: new tokens of each; batches are of neighbours, as seeds follow each other in a
-            batch, with the same limit.
+        prompts: token ids, all with room behind them (:func:`room`).
+        max_new_tokens: limit of each, less where the context ends; batches are of neighbours, as
+            seeds follow each other in a batch, with the same limit.
         batch_size: prompts of a batch at most.
         **more: see :func:`decode_prompts`.
     """
+    limits = [min(max_new_tokens, room(decoder.base, prompt)) for prompt in prompts]
     for limit, group in groupby(range(len(limits)), limits.__getitem__):
         members = list(group)
         for start in range(0, len(members), batch_size):
             batch = members[start : start + batch_size]
             texts, seed = [prompts[i] for i in batch], settings.seed + batch[0]
-            result = decode_prompts(decoder, settings, texts, limit, seed=seed, **more)
-            yield from zip(batch, result.rows, strict=True)
+            yield from decode_prompts(decoder, settings, texts, limit, seed=seed, **more).rows

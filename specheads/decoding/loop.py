@@ -35,7 +35,7 @@ from specheads.attention.tree import Tree, batched
 from specheads.decoding.accept import Acceptance, accept
 from specheads.decoding.choose import Chooser, make_chooser
 from specheads.decoding.processors import bind
-from specheads.decoding.result import DecodeResult, OnTokens, Output, Stopping, read_prompts
+from specheads.decoding.result import DecodeResult, Limits, Output, read_prompts
 from specheads.drafters.contract import Candidates, Drafter, Prefill
 from specheads.models.forward import ModelPass, capture_for_good, pad_rows
 from specheads.models.output import capture_hidden
@@ -44,39 +44,28 @@ from specheads.verification.sampling import Sampler
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Limits):
     """How to decode; the keyword arguments of :func:`decode` and :func:`plain_decode`.
 
     Attributes:
-        max_new_tokens: limit per row; the end-of-sequence token counts.
         attention_mask: [B, P], 0 on padding.
         sampler: greedy if None; row b is sampled with its seed + b.
-        eos_token_ids: tokens that end a row.
         logits_processor: changes the logits, given the row's text so far without padding, see
             :mod:`specheads.decoding.processors`.
-        stopping_criteria: one, or a list of them, asked after every token about one row [1, T] at
-            a time, without padding. Rows after the first ask copies of those that may keep a state.
-        on_tokens: called with a row's number and its new tokens, for every row and step.
         acceptance: the rule by which candidates are accepted; exact if None.
         cache: keeps keys and values for a later turn. If it holds the beginnings of the prompts,
             only the rest is read.
         pad_token_id: stands in ``sequences`` behind rows that ended early.
-        keep_scores: keep what every token was chosen from; it costs 2 V numbers per token.
         compile: run all passes but the prefill compiled; the first of each shape takes a while.
         same_rounding: in 16 bits on a CPU, let passes over one token and over a tree round alike.
     """
 
-    max_new_tokens: int
     attention_mask: Tensor | None = None
     sampler: Sampler | None = None
-    eos_token_ids: Collection[int] = ()
     logits_processor: LogitsProcessorList | None = None
-    stopping_criteria: Stopping | None = None
-    on_tokens: OnTokens | None = None
     acceptance: Acceptance | None = None
     cache: TreeCache | None = None
     pad_token_id: int = 0
-    keep_scores: bool = False
     compile: bool = False
     same_rounding: bool = False
 
@@ -104,7 +93,8 @@ def decode(
         model: any causal language model that can be decoded step by step.
         drafter: proposes the guesses; None decodes plainly, one token at a time.
         input_ids: [B, P], left-padded where prompts differ in length.
-        **settings: the attributes of :class:`Settings`; ``max_new_tokens`` must be among them.
+        **settings: the attributes of :class:`Settings` and :class:`Limits`; ``max_new_tokens`` must
+            be among them.
 
     Raises:
         ValueError: for an empty prompt, a mask that is not left padding, a cache of another number
@@ -118,15 +108,7 @@ def decode(
     prompts = read_prompts(model, input_ids, asked.attention_mask, asked.max_new_tokens)
     support = tree_support(model)
     support.check_batch(len(prompts))
-    output = Output(
-        prompts,
-        input_ids.device,
-        asked.max_new_tokens,
-        eos_token_ids=asked.eos_token_ids,
-        stopping_criteria=asked.stopping_criteria,
-        on_tokens=asked.on_tokens,
-        keep_scores=asked.keep_scores,
-    )
+    output = Output(prompts, input_ids.device, asked)
     cache = TreeCache() if asked.cache is None else asked.cache
     # a batch and compiled passes need what trees need: masks that are not the model's
     base = ModelPass(
@@ -142,8 +124,7 @@ def decode(
         known = base.align(prompts)
         # plain decoding of one whole prompt is what all else is compared with, and replays nothing
         exact = drafter is not None or len(prompts) > 1 or any(known) or asked.compile
-        given = model, output, asked.sampler, processors
-        chooser = make_chooser(*given, exact=exact, rounding=support.rounding)
+        chooser = make_chooser(model, output, asked.sampler, processors, exact=exact)
         unread = [prompt[n:] for prompt, n in zip(prompts, known, strict=True)]
         try:
             if drafter is None:
@@ -163,7 +144,7 @@ def _decode_plain(
     numbers = list(range(len(unread)))
     while True:
         logits = base.read_next(tokens, counts, partial(output.texts.__getitem__, numbers[0]))
-        chosen = next_tokens(output, chooser, logits, numbers)
+        chosen = chooser.next_tokens(output, logits, numbers)
         output.emit(numbers, [[token] for token in chosen])
         going = [bool(output.budget(row)) for row in numbers]
         if not any(going):
@@ -174,25 +155,6 @@ def _decode_plain(
             numbers, chosen = ([each[i] for i in kept] for each in (numbers, chosen))
             going = [True] * len(kept)
         tokens, counts = pad_rows([[token] for token in chosen], base.device), list(map(int, going))
-
-
-def next_tokens(
-    output: Output, chooser: Chooser, logits: Tensor, numbers: Sequence[int]
-) -> list[int]:
-    """Choose one token per row from logits [B, V] after their texts; it is not emitted yet.
-
-    Args:
-        output: the texts.
-        chooser: how tokens are chosen.
-        logits: [B, V].
-        numbers: [B], which rows.
-    """
-    rows = output.at(numbers)
-    chosen, processed = chooser.next_tokens(logits, rows)
-    if output.kept is not None:
-        root = torch.zeros(len(numbers), 1, dtype=torch.long)
-        output.keep(rows, root, logits[:, None], processed[:, None], chooser.sampler)
-    return chosen
 
 
 def _decode(
@@ -208,10 +170,11 @@ def _decode(
     numbers, prompts = list(range(len(unread))), [list(text) for text in output.texts]
     logits = base.read(tokens, counts)
     at_nodes = hidden()
-    chosen = next_tokens(output, chooser, logits, numbers)
+    chosen = chooser.next_tokens(output, logits, numbers)
     root = torch.tensor(chosen, device=logits.device)
     acceptance = asked.acceptance or Acceptance()
-    drawn = chooser.imitable, logits.shape[-1], acceptance.lossless
+    imitable = chooser.processors.imitated(chooser.sampler)
+    drawn = imitable, logits.shape[-1], acceptance.lossless
     state = drafter.start(Prefill(prompts, tokens, counts, at_nodes, root, *drawn))
     output.emit(numbers, [[token] for token in chosen])
     while True:

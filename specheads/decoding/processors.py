@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,25 @@ STATELESS = {
 }
 
 
+class Rows(NamedTuple):
+    """The rows of a batch that take part in a step.
+
+    Attributes:
+        numbers: [B], which rows of the batch they are, for their seeds and processors.
+        texts: [B], prompt and new tokens so far; not to be changed.
+        going: [B], whether the row may still get tokens.
+    """
+
+    numbers: Sequence[int]
+    texts: Sequence[Sequence[int]]
+    going: Sequence[bool]
+
+    @property
+    def roots(self) -> list[int]:
+        """[B], the position of each text's last token."""
+        return [len(text) - 1 for text in self.texts]
+
+
 @dataclass(frozen=True)
 class RowProcessors:
     """The processors of every row of a batch; make it with :func:`bind`.
@@ -84,11 +103,6 @@ class RowProcessors:
 
     rows: tuple[LogitsProcessorList, ...]
     rest: LogitsProcessorList
-
-    @property
-    def prefix_free(self) -> bool:
-        """Whether none of them looks at the text."""
-        return not self.rows[0]
 
     @property
     def temperature(self) -> float:
@@ -144,34 +158,15 @@ class RowProcessors:
         """Whether they may be asked about texts that will never be."""
         return all(type(processor) in STATELESS for processor in self.rows[0])
 
-    def after(
-        self, logits: Tensor, rows: Sequence[int], texts: Sequence[Sequence[int]]
-    ) -> tuple[Tensor, Tensor]:
-        """Return scores [R, V] after texts: those that ``rest`` is applied to, and the outcome.
+    def at_nodes(self, candidates: Candidates, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return scores at all nodes: those that ``rest`` is applied to, and the outcome.
 
-        Args:
-            logits: [R, V].
-            rows: [R], the row of the batch that each text belongs to.
-            texts: [R], without padding.
-        """
-        roots = Candidates(torch.zeros(len(rows), 1, dtype=torch.long), Tree.chain(0))
-        before, scores = self.at_nodes(roots, logits[:, None], rows, texts)
-        return before[:, 0], scores[:, 0]
-
-    def at_nodes(
-        self,
-        candidates: Candidates,
-        logits: Tensor,
-        rows: Sequence[int],
-        texts: Sequence[Sequence[int]],
-    ) -> tuple[Tensor, Tensor]:
-        """Return scores at all nodes as :meth:`after` does, a call for each level of the trees.
+        Those that look at the text are called for each level of the trees.
 
         Args:
             candidates: the trees.
             logits: [B, N, V].
-            rows: [B], the rows of the batch.
-            texts: [B], without padding, the root included.
+            rows: whose texts the trees continue.
 
         Returns:
             Both [B, N, V].
@@ -182,20 +177,20 @@ class RowProcessors:
         tree = candidates.tree
         if not self.stateless and tree.num_nodes > 1:
             raise ValueError("at_nodes needs stateless processors: ask along the accepted path")
-        if self.prefix_free:
+        if not self.rows[0]:
             return logits, self._finish(logits)
         tokens = candidates.inputs.clamp(min=0).to(logits.device)
-        lines = batched(tree, tree.ancestors).to(logits.device).expand(len(rows), -1, -1)
+        lines = batched(tree, tree.ancestors).to(logits.device).expand(len(rows.numbers), -1, -1)
         scores = logits.float().clone()
-        levels = _levels(tree, len(rows))
-        for members, ids in self._alike(rows, texts, levels):
+        levels = _levels(tree, len(rows.numbers))
+        for members, ids in self._alike(rows, levels):
             for depth, start, end in levels[members[0]]:
                 path = lines[members, start:end, 1 : depth + 1]  # [r, n, depth]
                 guessed = tokens[members].gather(1, path.flatten(1)).view_as(path)
                 before = ids.to(logits.device)[:, None].expand(-1, end - start, -1)
                 prefix = torch.cat([before, guessed], dim=-1).flatten(0, 1)
                 block = scores[members, start:end]
-                looking: Any = self.rows[rows[members[0]]]  # at the text
+                looking: Any = self.rows[rows.numbers[members[0]]]  # at the text
                 processed = looking(prefix, block.flatten(0, 1))
                 scores[members, start:end] = processed.view_as(block).to(scores)
         return scores, self._finish(scores)
@@ -210,16 +205,15 @@ class RowProcessors:
         unused = torch.zeros(flat.shape[0], 1, dtype=torch.long, device=flat.device)
         return cast(Tensor, processor(unused, flat.float())).view_as(scores)
 
-    def _alike(
-        self, rows: Sequence[int], texts: Sequence[Sequence[int]], levels: Sequence[Hashable]
-    ) -> Iterator[tuple[list[int], Tensor]]:
+    def _alike(self, rows: Rows, levels: Sequence[Hashable]) -> Iterator[tuple[list[int], Tensor]]:
         """Group texts that can be processed in one call; give their indices and ids [r, T]."""
         groups: dict[Hashable, list[int]] = {}
-        for index, (row, text, of_tree) in enumerate(zip(rows, texts, levels, strict=True)):
+        each = zip(rows.numbers, rows.texts, levels, strict=True)
+        for index, (row, text, of_tree) in enumerate(each):
             alike = (id(self.rows[row]), len(text), of_tree)
             groups.setdefault(alike if self.stateless else index, []).append(index)
         for members in groups.values():
-            yield members, torch.tensor([list(texts[i]) for i in members])
+            yield members, torch.tensor([list(rows.texts[i]) for i in members])
 
 
 def _levels(tree: Tree | RowTrees, num_rows: int) -> list[tuple[tuple[int, int, int], ...]]:
@@ -234,10 +228,13 @@ def _runs(depths: list[int]) -> tuple[tuple[int, int, int], ...]:
     return tuple((depth, nodes[0], nodes[-1] + 1) for depth, nodes in runs)
 
 
+NO_PROCESSORS = RowProcessors((LogitsProcessorList(),), LogitsProcessorList())
+
+
 def bind(
     processors: LogitsProcessorList | None, prompts: Sequence[Sequence[int]], num_prompt_tokens: int
-) -> RowProcessors | None:
-    """Prepare processors for the rows of a batch; None where there are none.
+) -> RowProcessors:
+    """Prepare processors for the rows of a batch.
 
     Args:
         processors: as ``generate`` builds them for the padded batch, or of your own. Those of
@@ -249,7 +246,7 @@ def bind(
         ValueError: for a processor that would have to be copied and cannot be.
     """
     if not processors:
-        return None
+        return NO_PROCESSORS
     split = max((i + 1 for i, p in enumerate(processors) if type(p) not in PREFIX_FREE), default=0)
     rest = LogitsProcessorList(processors[split:])
     shared: dict[Hashable, LogitsProcessorList] = {}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.attention.cache import TreeCache
-from specheads.decoding.processors import copy_for_row
+from specheads.decoding.processors import Rows, copy_for_row
 from specheads.models.base import context_length
 from specheads.models.forward import check_sides
 from specheads.system.errors import check
@@ -49,7 +50,6 @@ class DecodeResult:
 
     Attributes:
         sequences: [B, P+L]: the prompts as they were given, the new tokens, padding on the right.
-        num_prompt_tokens: P, padding included.
         num_steps: forward passes of the base model after the prefill, for the whole batch; those of
             replays are not among them, see ``num_replay_passes``.
         rows: one per prompt.
@@ -60,7 +60,6 @@ class DecodeResult:
     """
 
     sequences: Tensor
-    num_prompt_tokens: int
     num_steps: int
     rows: tuple[DecodedRow, ...]
     cache: TreeCache | None = None
@@ -105,18 +104,25 @@ class DecodeResult:
         return sum(lengths) / max(1, len(lengths))
 
 
-class Rows(NamedTuple):
-    """The rows of a batch that take part in a step.
+@dataclass(frozen=True)
+class Limits:
+    """When rows end, and what is told and kept of them until then.
 
     Attributes:
-        numbers: [B], which rows of the batch they are, for their seeds and processors.
-        texts: [B], prompt and new tokens so far; not to be changed.
-        going: [B], whether the row may still get tokens.
+        max_new_tokens: limit per row; the end-of-sequence token counts.
+        eos_token_ids: tokens that end a row.
+        stopping_criteria: one, or a list of them, asked after every token about one row [1, T] at
+            a time, without padding. Those of unknown type are copied for every row but the first,
+            as they may keep a state; functions are taken to keep none.
+        on_tokens: called with a row's number and its new tokens, for every row and step.
+        keep_scores: keep what every token was chosen from; it costs 2 V numbers per token.
     """
 
-    numbers: Sequence[int]
-    texts: Sequence[Sequence[int]]
-    going: Sequence[bool]
+    max_new_tokens: int
+    eos_token_ids: Collection[int] = ()
+    stopping_criteria: Stopping | None = None
+    on_tokens: OnTokens | None = None
+    keep_scores: bool = False
 
 
 class Output:
@@ -125,12 +131,7 @@ class Output:
     Args:
         prompts: per row, without padding.
         device: of the texts given to stopping criteria.
-        max_new_tokens: per row.
-        eos_token_ids: tokens that end a row.
-        stopping_criteria: one, or a list; those of unknown type are copied for every row but the
-            first, as they may keep a state; functions are taken to keep none.
-        on_tokens: called with a row's number and its new tokens, for every row and step.
-        keep_scores: keep what every token was chosen from.
+        asked: of all rows.
 
     Attributes:
         rows: per row what has been emitted.
@@ -139,28 +140,20 @@ class Output:
     """
 
     def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        device: torch.device,
-        max_new_tokens: int,
-        *,
-        eos_token_ids: Collection[int] = (),
-        stopping_criteria: Stopping | None = None,
-        on_tokens: OnTokens | None = None,
-        keep_scores: bool = False,
+        self, prompts: Sequence[Sequence[int]], device: torch.device, asked: Limits
     ) -> None:
-        rules: Any = stopping_criteria or []
+        rules: Any = asked.stopping_criteria or []
         self._rules = rules if isinstance(rules, list) else [rules]
-        self.device, self.eos_token_ids, self.on_tokens = device, eos_token_ids, on_tokens
+        self.device, self.asked = device, asked
         self.rows: list[DecodedRow] = []
         self.texts: list[list[int]] = []
         self.limits: list[int] = []
         self.ends: list[Collection[int]] = []
         self.criteria: list[list[Stopping]] = []
-        self.kept: list[list[tuple[Tensor, Tensor]]] | None = [] if keep_scores else None
+        self.kept: list[list[tuple[Tensor, Tensor]]] | None = [] if asked.keep_scores else None
         self.num_calls = 0
         for prompt in prompts:
-            self.add(prompt, max_new_tokens)
+            self.add(prompt, asked.max_new_tokens)
 
     def add(self, prompt: Sequence[int], max_new_tokens: int, ends: Collection[int] = ()) -> None:
         """Begin one more row, which the tokens ``ends`` end too."""
@@ -213,14 +206,14 @@ class Output:
             decoded.new_tokens.append(token)
             self.texts[row].append(token)
             kept += 1
-            ended = token in self.eos_token_ids or token in self.ends[row]
+            ended = token in self.asked.eos_token_ids or token in self.ends[row]
             if ended or self._stops(row):
                 decoded.finished = True
                 break
         if self.num_calls:
             decoded.accept_lengths.append(kept)
-        if self.on_tokens is not None:
-            self.on_tokens(row, decoded.new_tokens[-kept:])
+        if self.asked.on_tokens is not None:
+            self.asked.on_tokens(row, decoded.new_tokens[-kept:])
         return kept
 
     def keep(
@@ -259,7 +252,6 @@ class Output:
         new = [text + [pad_token_id] * (longest - len(text)) for text in texts]
         return DecodeResult(
             sequences=torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], dim=1),
-            num_prompt_tokens=input_ids.shape[1],
             num_steps=self.num_calls - 1,
             rows=tuple(self.rows),
             cache=cache,
@@ -290,6 +282,14 @@ def _met(criterion: Stopping, ids: Tensor) -> bool:
         f"stopping criterion {name} is asked about one row at a time, [1, {ids.shape[1]}], and has"
         f" to answer a bool of shape [1], got {got}"
     )
+
+
+def pad_left(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return prompts [1, P] of several lengths as one batch [B, T], and its attention mask."""
+    longest = max(prompt.shape[1] for prompt in prompts)
+    rows = [F.pad(prompt, (longest - prompt.shape[1], 0)) for prompt in prompts]
+    real = [F.pad(torch.ones_like(prompt), (longest - prompt.shape[1], 0)) for prompt in prompts]
+    return torch.cat(rows), torch.cat(real)
 
 
 def read_prompts(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from os.path import commonprefix
 from typing import Any
@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 
 from specheads.attention.cache import TreeCache
 from specheads.decoding.choose import make_chooser
-from specheads.decoding.loop import next_tokens
-from specheads.decoding.result import DecodedRow, Output
+from specheads.decoding.result import DecodedRow, Limits, Output
 from specheads.models.forward import ModelPass, pad_rows, rounds_by_shape, thresholds, undisturbed
 from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
@@ -54,6 +53,7 @@ class Job:
     ends: Collection[int] = ()
 
 
+@dataclass(eq=False, repr=False)
 class PlainStream:
     """Rows of a model's cache, and the prompts in them.
 
@@ -70,26 +70,24 @@ class PlainStream:
         ValueError: for several rows of a model whose masks or positions are out of reach.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        sampler: Sampler,
-        *,
-        eos_token_ids: Collection[int] = (),
-        batch_size: int = 8,
-    ) -> None:
-        support = tree_support(model)
-        support.check_batch(batch_size)
+    model: PreTrainedModel
+    sampler: Sampler
+    _: KW_ONLY
+    eos_token_ids: Collection[int] = ()
+    batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        support = tree_support(self.model)
+        support.check_batch(self.batch_size)
         self._chain_only = support.kind == "chain"
-        self._thresholds = thresholds(model)
-        self._alike = batch_size > 1 and rounds_by_shape(model)
-        self.model = model
-        self.batch_size, self.num_tokens = batch_size, 0
+        self._thresholds = thresholds(self.model)
+        self._alike = self.batch_size > 1 and rounds_by_shape(self.model)
+        self.num_tokens = 0
         self._jobs: dict[int, Job] = {}  # by row of the output
         self._seeds: list[int] = []
-        self._output = Output([], model.device, 0, eos_token_ids=eos_token_ids)
-        seeded = replace(sampler, seeds=self._seeds)
-        self._chooser = make_chooser(model, self._output, seeded, rounding=support.rounding)
+        self._output = Output([], self.model.device, Limits(0, self.eos_token_ids))
+        seeded = replace(self.sampler, seeds=self._seeds)
+        self._chooser = make_chooser(self.model, self._output, seeded)
         self._base: ModelPass | None = None
         self._shared: TreeCache | None = None  # of one row: what prompts begin with
         self._rows: list[int] = []  # of the cache: which jobs they belong to
@@ -217,7 +215,7 @@ class PlainStream:
             base.cache.select(torch.zeros(1, dtype=torch.long))
         else:
             logits = base.read_next(tokens, counts, text)
-        chosen = next_tokens(self._output, self._chooser, logits, rows)
+        chosen = self._chooser.next_tokens(self._output, logits, rows)
         self._output.emit(rows, [[token] for token in chosen])
         self.num_tokens += len(rows)
         going = [self._output.budget(row) > 0 for row in rows]

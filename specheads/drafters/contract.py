@@ -109,11 +109,6 @@ class StepResult:
     own: Tensor | None = None
 
     @property
-    def last_node(self) -> Tensor:
-        """[B], the last accepted node."""
-        return self.path.gather(1, self.num_accepted[:, None])[:, 0]
-
-    @property
     def places(self) -> list[Sequence[int]]:
         """[B][n], ``own`` as numbers; of a tree that is its own every node in its place."""
         if self.own is None:

@@ -9,7 +9,7 @@ prefix, and sample-and-walk stays exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import repeat
 
 import torch
@@ -45,6 +45,7 @@ class DraftHeadsState:
     heads: HeadsState | None = None
 
 
+@dataclass(eq=False, repr=False)
 class DraftHeadsDrafter:
     """Proposes what a draft model and its heads find most likely.
 
@@ -63,26 +64,24 @@ class DraftHeadsDrafter:
         ConfigError: for a draft model that cannot read a tree.
     """
 
-    taps: tuple[str, ...] = ()
+    draft: PreTrainedModel
+    heads: Heads
+    output: OutputLayer
+    tree: Tree
+    _: KW_ONLY
+    num_passes: int = NUM_PASSES
+    max_tokens: int = 0
+
+    taps = ()
     deterministic = True
 
-    def __init__(
-        self,
-        draft: PreTrainedModel,
-        heads: Heads,
-        output: OutputLayer,
-        tree: Tree,
-        *,
-        num_passes: int = NUM_PASSES,
-        max_tokens: int = 0,
-    ) -> None:
+    def __post_init__(self) -> None:
+        kind = self.heads.kind
         # MTP modules read tokens that are not certain yet
-        check(heads.for_draft_model, "heads of a draft model", heads.kind, "Medusa or Hydra heads")
-        self.draft, self.tree = draft, tree
-        self.num_passes, self.max_tokens = num_passes, max_tokens
+        check(self.heads.for_draft_model, "heads of a draft model", kind, "Medusa or Hydra heads")
         at_least(self, num_passes=1, max_tokens=0)
-        check_reads_trees(draft)
-        self._inner = static_drafter(draft, heads, output, tree)
+        check_reads_trees(self.draft)
+        self._inner = static_drafter(self.draft, self.heads, self.output, self.tree)
         self._latest: DraftCache | None = None  # a conversation may go on
 
     def start(self, prefill: Prefill) -> DraftHeadsState:

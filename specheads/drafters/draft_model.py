@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -33,12 +34,6 @@ from specheads.verification.sampling import draft_noise
 
 # tokens that are read as a tree that happens to be a chain, whose mask need not be built anew
 MAX_CHAIN = 32
-
-
-def num_shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Return how many tokens, from the front, two texts have in common."""
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 class DraftCache:
@@ -113,7 +108,9 @@ class DraftCache:
         Returns:
             Per row how many guesses came true.
         """
-        matched = list(map(num_shared, new_tokens, drafted or [()] * len(self.texts)))
+        pairs = zip(new_tokens, drafted or [()] * len(self.texts), strict=True)
+        # commonprefix is made for paths, and takes any lists
+        matched = [len(commonprefix([list(new), list(guessed)])) for new, guessed in pairs]
         self._forget([len(text) + num for text, num in zip(self.texts, matched, strict=True)])
         for text, new in zip(self.texts, new_tokens, strict=True):
             text.extend(new)
@@ -218,6 +215,7 @@ class DraftCache:
 
 
 SAMPLINGS = ("greedy", "sampled", "coupled")
+Said = tuple[list[float], list[float]]  # of a row's guesses: the draft's probabilities, entropies
 
 
 @dataclass
@@ -303,7 +301,7 @@ class DraftModelDrafter:
         keeps_probs = noise is not None and self.sampling == "sampled"
         tokens_of: list[Tensor] = []
         probs_of: list[Tensor] = []
-        said: list[tuple[list[float], list[float]]] = [([], []) for _ in limits]
+        said: list[Said] = [([], []) for _ in limits]
         counts, going = [0] * len(limits), [limit > 0 for limit in limits]
         while True:
             if noise is None:
@@ -320,7 +318,7 @@ class DraftModelDrafter:
                 if keeps_probs:
                     probs_of.append(probs)
                 if length.asks:
-                    _ask(length, probs, tokens, said, going)
+                    self._ask(probs, tokens, said, going)
             if not any(going):
                 break
             logits = cache.read(tokens, going)[:, :known]
@@ -335,6 +333,23 @@ class DraftModelDrafter:
         if not keeps_probs:
             return Candidates(tokens, tree)
         return Candidates(tokens, tree, _draft_probs(probs_of, cache.vocab_size), "chain")
+
+    def _ask(self, probs: Tensor, tokens: Tensor, said: Sequence[Said], going: list[bool]) -> None:
+        """Ask for every row that might go on whether it does; ``going`` and ``said`` are changed.
+
+        Args:
+            probs: [B, V'], the draft's distribution.
+            tokens: [B], what was chosen from it.
+            said: per row the probabilities and entropies of this step so far.
+            going: per row.
+        """
+        chosen = probs.gather(1, tokens[:, None])[:, 0]
+        both = torch.stack([chosen, torch.special.entr(probs).sum(-1)]).tolist()
+        for row, (prob, entropy) in enumerate(zip(*both, strict=True)):
+            if going[row]:
+                said[row][0].append(prob)
+                said[row][1].append(entropy)
+                going[row] = self.length.goes_on(*said[row])
 
     def observe(self, state: DraftState, result: StepResult) -> DraftState:
         """Note what was gained; it is read with the next proposal."""
@@ -361,31 +376,6 @@ class DraftModelDrafter:
         kept = rows.tolist()
         lengths, ended = [state.lengths[row] for row in kept], [state.ended[row] for row in kept]
         return DraftState(state.cache.select(rows), lengths, ended)
-
-
-def _ask(
-    length: Length,
-    probs: Tensor,
-    tokens: Tensor,
-    said: Sequence[tuple[list[float], list[float]]],
-    going: list[bool],
-) -> None:
-    """Ask for every row that might go on whether it does; ``going`` and ``said`` are changed.
-
-    Args:
-        length: the rule.
-        probs: [B, V'], the draft's distribution.
-        tokens: [B], what was chosen from it.
-        said: per row the probabilities and entropies of this step so far.
-        going: per row.
-    """
-    chosen = probs.gather(1, tokens[:, None])[:, 0]
-    both = torch.stack([chosen, torch.special.entr(probs).sum(-1)]).tolist()
-    for row, (prob, entropy) in enumerate(zip(*both, strict=True)):
-        if going[row]:
-            said[row][0].append(prob)
-            said[row][1].append(entropy)
-            going[row] = length.goes_on(*said[row])
 
 
 def _draft_probs(probs_of: Sequence[Tensor], vocab_size: int) -> Tensor:

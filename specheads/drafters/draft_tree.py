@@ -50,7 +50,38 @@ def check_reads_trees(draft: PreTrainedModel) -> None:
         raise ConfigError(f"a draft tree needs a draft model that reads trees: {support.reason}")
 
 
-class DraftTreeDrafter:
+class CachedTreeDrafter:
+    """What both kinds have in common: their state is the draft model's cache.
+
+    Args:
+        draft: the draft model, in eval mode; of the base model's token ids.
+
+    Raises:
+        ConfigError: for a draft model that cannot read a tree.
+    """
+
+    taps: tuple[str, ...] = ()
+
+    def __init__(self, draft: PreTrainedModel) -> None:
+        check_reads_trees(draft)
+        self.draft = draft
+        self._latest: DraftCache | None = None  # a conversation may go on
+
+    def start(self, prefill: Prefill) -> DraftCache:
+        """Start behind the prompt; the draft model reads it with the first guesses."""
+        self._latest = DraftCache(self.draft, prefill, self._latest)
+        return self._latest
+
+    def observe(self, state: DraftCache, result: StepResult) -> DraftCache:
+        """Append the tokens gained."""
+        return state.observe(result)
+
+    def select(self, state: DraftCache, rows: Tensor) -> DraftCache:
+        """Keep some rows."""
+        return state.select(rows)
+
+
+class DraftTreeDrafter(CachedTreeDrafter):
     """Grows the tree that a draft model finds most probable, per row and step.
 
     Where the base model samples at a temperature, so do the draft model's probabilities have it.
@@ -70,7 +101,6 @@ class DraftTreeDrafter:
         ConfigError: for a draft model that cannot read a tree.
     """
 
-    taps: tuple[str, ...] = ()
     deterministic = True
 
     def __init__(
@@ -83,17 +113,11 @@ class DraftTreeDrafter:
         width: int = WIDTH,
         min_gain: float = 0.0,
     ) -> None:
-        self.draft, self.num_nodes, self.width, self.min_gain = draft, num_nodes, width, min_gain
+        self.num_nodes, self.width, self.min_gain = num_nodes, width, min_gain
         self.max_depth = min(max_depth, num_nodes - 1)
         self.num_ranks = min(num_ranks, num_nodes - 1)
         at_least(self, num_nodes=2, max_depth=1, num_ranks=1, width=1, min_gain=0)
-        check_reads_trees(draft)
-        self._latest: DraftCache | None = None  # a conversation may go on
-
-    def start(self, prefill: Prefill) -> DraftCache:
-        """Start behind the prompt; the draft model reads it with the first guesses."""
-        self._latest = DraftCache(self.draft, prefill, self._latest)
-        return self._latest
+        super().__init__(draft)
 
     @torch.inference_mode()
     def propose(self, state: DraftCache) -> Candidates:
@@ -124,16 +148,8 @@ class DraftTreeDrafter:
         rows = grow_on_host(ask, roots, limits, self.num_nodes, self.width, self.min_gain)
         return pack(rows, state.root.device)
 
-    def observe(self, state: DraftCache, result: StepResult) -> DraftCache:
-        """Append the tokens gained."""
-        return state.observe(result)
 
-    def select(self, state: DraftCache, rows: Tensor) -> DraftCache:
-        """Keep some rows."""
-        return state.select(rows)
-
-
-class SampledTreeDrafter:
+class SampledTreeDrafter(CachedTreeDrafter):
     """Fills a fixed tree from a draft model.
 
     Siblings are drawn from the draft model's distribution as the base model's sampler makes it
@@ -154,16 +170,14 @@ class SampledTreeDrafter:
             model has tokens, and for a draft model that cannot read a tree.
     """
 
-    taps: tuple[str, ...] = ()
-
     def __init__(self, draft: PreTrainedModel, tree: Tree, *, coupled: bool = False) -> None:
         known, size, nodes = {*tree.choices}, vocab_size(draft), [(), *tree.choices]
         gap = [c for c in tree.choices if c[-1] and (*c[:-1], c[-1] - 1) not in known]
         check(tree.num_nodes > 1, "num_nodes of tree", tree.num_nodes, "at least 2: a guess")
         check(not gap, "tree", gap[:1], "without nodes that lack the sibling drawn before them")
         check(tree.max_rank < size, "ranks", tree.max_rank, f"below the draft's {size} tokens")
-        check_reads_trees(draft)
-        self.draft, self.tree, self.deterministic = draft, tree, coupled
+        super().__init__(draft)
+        self.tree, self.deterministic = tree, coupled
         device, above = output_device(draft), {choice[:-1] for choice in known}
         inner = [place for place, node in enumerate(nodes) if node in above]  # have children
         self._levels = levels_of(tree, True, device)
@@ -173,12 +187,6 @@ class SampledTreeDrafter:
             Tree.from_choices(nodes[place] for place in inner[1:] if len(nodes[place]) <= depth)
             for depth in range(tree.max_depth)
         ]
-        self._latest: DraftCache | None = None  # a conversation may go on
-
-    def start(self, prefill: Prefill) -> DraftCache:
-        """Start behind the prompt; the draft model reads it with the first guesses."""
-        self._latest = DraftCache(self.draft, prefill, self._latest)
-        return self._latest
 
     @torch.inference_mode()
     def propose(self, state: DraftCache) -> Candidates:
@@ -220,14 +228,6 @@ class SampledTreeDrafter:
         draft_probs = torch.zeros_like(noise[:, :1]).repeat(1, tokens.shape[1], 1)
         draft_probs[:, self._inner] = torch.cat(probs_of, dim=1).to(draft_probs)
         return Candidates(tokens, tree, draft_probs.to(place), "without_replacement")
-
-    def observe(self, state: DraftCache, result: StepResult) -> DraftCache:
-        """Append the tokens gained."""
-        return state.observe(result)
-
-    def select(self, state: DraftCache, rows: Tensor) -> DraftCache:
-        """Keep some rows."""
-        return state.select(rows)
 
 
 def sequoia_tree(rates: Sequence[float], num_nodes: int, max_depth: int) -> tuple[Tree, float]:

@@ -224,13 +224,13 @@ def grow_on_host(
     Returns:
         Per row tokens and parents.
     """
-    rows = [_GrowingRow(root, num_nodes) for root in roots]
+    rows = [_GrowingRow(root, num_nodes, width) for root in roots]
     nodes: Nodes | None = None
     for depth in range(max(limits)):
         log_probs, guesses = (each.tolist() for each in ask(nodes))
         for row, limit, of_row, tokens in zip(rows, limits, log_probs, guesses, strict=True):
             if depth < limit:
-                row.extend(depth, of_row, tokens, width)
+                row.extend(depth, of_row, tokens)
             gains = not min_gain or sum(math.exp(each.value) for each in row.asked) >= min_gain
             if depth + 1 >= limit or not gains:
                 row.asked = []
@@ -266,19 +266,15 @@ class _GrowingRow:
         asked: the nodes below which is asked next, the most valuable of the last level.
     """
 
-    def __init__(self, root: int, num_nodes: int) -> None:
-        self.root, self.most = root, num_nodes - 1
+    def __init__(self, root: int, num_nodes: int, width: int) -> None:
+        self.root, self.most, self.width = root, num_nodes - 1, width
         self.asked = [_Asked(0.0, 0, 0, root)]
         # (minus the value, depth, place in the level, the parent's number, token), level by level
         self.found: list[tuple[float, int, int, int, int]] = []
         self.best: list[float] = []  # the values of the best nodes so far, negative, ascending
 
     def extend(
-        self,
-        depth: int,
-        log_probs: Sequence[Sequence[float]],
-        tokens: Sequence[Sequence[int]],
-        width: int,
+        self, depth: int, log_probs: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]
     ) -> None:
         """Add the best of the next level, and choose below which of them to ask."""
         full = len(self.best) == self.most
@@ -301,7 +297,7 @@ class _GrowingRow:
         bar = self.best[-1] if len(self.best) == self.most else math.inf
         self.asked = [
             _Asked(-negative, first + place, above, tokens[above][rank])
-            for place, (negative, above, rank) in enumerate(level[:width])
+            for place, (negative, above, rank) in enumerate(level[: self.width])
             if negative < bar
         ]
 
@@ -327,23 +323,34 @@ class TextRows:
     rows: list[Any]
     device: torch.device
 
-    @staticmethod
-    def start(prefill: Prefill, begin: Callable[[], Any]) -> TextRows:
-        """Read the prompts; ``begin`` makes a row without text."""
-        rows = [begin() for _ in prefill.ids]
+
+class TextDrafter:
+    """What drafters have in common that follow their texts in Python, each row by itself.
+
+    Attributes:
+        begin: makes a row without text.
+    """
+
+    taps: tuple[str, ...] = ()
+    deterministic = True
+    begin: Callable[[], Any]
+
+    def start(self, prefill: Prefill) -> TextRows:
+        """Read the prompts."""
+        rows = [self.begin() for _ in prefill.ids]
         for row, ids, root in zip(rows, prefill.ids, prefill.root.tolist(), strict=True):
             row.extend([*ids, root])
         return TextRows(rows, prefill.root.device)
 
-    def observe(self, result: StepResult) -> TextRows:
+    def observe(self, state: TextRows, result: StepResult) -> TextRows:
         """Read the tokens gained."""
-        for row, new_tokens in zip(self.rows, result.new_tokens, strict=True):
+        for row, new_tokens in zip(state.rows, result.new_tokens, strict=True):
             row.extend(new_tokens)
-        return self
+        return state
 
-    def select(self, rows: Tensor) -> TextRows:
+    def select(self, state: TextRows, rows: Tensor) -> TextRows:
         """Keep some rows."""
-        return TextRows([self.rows[row] for row in rows.tolist()], self.device)
+        return TextRows([state.rows[row] for row in rows.tolist()], state.device)
 
 
 def pack(

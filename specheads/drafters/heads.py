@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specheads.attention.tree import RowTrees, Tree
 from specheads.drafters.contract import Candidates, Prefill, StepResult
@@ -32,18 +33,12 @@ from specheads.drafters.growing import (
     grow_on_host,
     on_host,
 )
-from specheads.models.base import input_device
+from specheads.models.base import Embed, input_device
 from specheads.models.forward import pad_rows
-from specheads.models.output import side_by_side
+from specheads.models.kinds import HeadCache, Heads, Walk
+from specheads.models.output import OutputLayer, side_by_side
 from specheads.system.errors import at_least, check
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from specheads.models.base import Embed
-    from specheads.models.kinds import HeadCache, Heads, Walk
-    from specheads.models.output import OutputLayer
-    from specheads.verification.sampling import Sampler
+from specheads.verification.sampling import Sampler
 
 
 @dataclass(frozen=True)
@@ -127,7 +122,6 @@ class HeadsDrafter:
             (:func:`embedding`).
 
     Attributes:
-        grows: whether trees are grown.
         num_nodes: of every tree, root included.
         max_depth: the deepest node that a tree may have.
         num_ranks: guesses per node that a tree may use.
@@ -165,11 +159,6 @@ class HeadsDrafter:
                 self._scales = torch.tensor([1 / each for each in given], device=self.device)
         if heads.sequential:
             self._steps = heads.steps(output, embed, self.max_depth)
-
-    @property
-    def grows(self) -> bool:
-        """Whether trees are grown."""
-        return isinstance(self.shape, Grown)
 
     def steps(self) -> Any:
         """Return the heads as they are now: they may have been trained on in between."""
@@ -213,8 +202,10 @@ class HeadsDrafter:
     def observe(self, state: HeadsState, result: StepResult) -> HeadsState:
         """Move to the last accepted node."""
         hidden, memory = side_by_side(result.hidden, self.taps), state.memory
-        counts, nodes = [len(new) for new in result.new_tokens], result.last_node[:, None]
-        if memory is not None:  # per row the accepted nodes, as many as tokens were gained
+        counts = [len(new) for new in result.new_tokens]
+        if memory is None:  # the last accepted node
+            nodes = result.path.gather(1, result.num_accepted[:, None])
+        else:  # per row the accepted nodes, as many as tokens were gained
             nodes = result.path[:, : max(counts)].clamp(min=0)
         nodes = nodes.to(hidden.device)
         if len(hidden) == 1:

@@ -235,57 +235,40 @@ class TextRates:
 
 
 class AdaptiveLength:
-    """Drafts as many tokens as have paid lately; a ``Length`` of :mod:`specheads.drafters.length`.
+    """Drafts as many tokens as pay; a ``Length`` of :mod:`specheads.drafters.length`.
 
-    Every row of a batch learns alone. With ``chances`` the draft model's confidence ends drafts: a
-    token is drafted only where its chance to be reached, times its prior rate, is worth more than
-    it costs at the speed that the prior promises. What was accepted lately then decides whether to
-    draft at all, and no longer how much: it was accepted of tokens that had been sure enough, so
-    that it says little of what a draft without regard to confidence would gain.
-    Without ``chances`` a text of some hundred tokens is short to learn from: lengths then wander by
-    a token or two around the best one.
+    Every row of a batch learns alone. The draft model's confidence ends drafts: a token is drafted
+    only where its chance to be reached, times ``PRIOR``, is worth more than it costs at the speed
+    that this rate promises. What was accepted lately decides whether to draft at all, and not how
+    much: it was accepted of tokens that had been sure enough, so that it says little of what a
+    draft without regard to confidence would gain.
 
     Args:
         costs: of drafting and verifying.
         max_tokens: longest draft.
-        prior: acceptance per depth (given that those before were accepted) to start a text from, as
-            measured on other texts. Empty: ``PRIOR`` for all.
-        memory: steps after which an observation has faded to 1/e.
         chances: how often tokens were accepted, measured on other texts, by the probability that
-            the draft model gave them: of equal bins of [0, 1]. ``CALIBRATED`` where nothing was
-            measured. Empty: confidence is not looked at.
+            the draft model gave them: of equal bins of [0, 1].
 
     Raises:
         ConfigError: if a number is out of range, or a cost that is needed was not measured.
     """
 
+    asks = True
+
     def __init__(
-        self,
-        costs: StepCosts,
-        max_tokens: int,
-        *,
-        prior: Sequence[float] = (),
-        memory: float = MEMORY,
-        chances: Sequence[float] = (),
+        self, costs: StepCosts, max_tokens: int, *, chances: Sequence[float] = CALIBRATED
     ) -> None:
-        self.costs, self.max_tokens, self.memory = costs, max_tokens, memory
-        self.prior, self.chances = tuple(prior) or (PRIOR,) * max_tokens, tuple(chances)
-        self.asks = bool(chances)
+        self.costs, self.max_tokens, self.chances = costs, max_tokens, tuple(chances)
+        self.prior = (PRIOR,) * max_tokens
         at_least(self, max_tokens=1)
-        positive(self, "", "memory")
-        measured, num_rates = len(costs.verify) - 1, len(self.prior)
+        measured = len(costs.verify) - 1
         reach = f"measured up to {max_tokens + 1} nodes for max_tokens {max_tokens}"
         check(measured > max_tokens, "costs.verify", measured, reach)
-        check(num_rates == max_tokens, "prior", num_rates, f"{max_tokens} rates, one per token")
-        rates = self.prior + self.chances
-        check(all(0 <= rate <= 1 for rate in rates), "prior and chances", rates, "in [0, 1]")
+        check(all(0 <= rate <= 1 for rate in self.chances), "chances", self.chances, "in [0, 1]")
         # per number of tokens drafted, how likely all must be right for one more to pay
         _, speed = best_length(self.prior, costs)
         chains = [costs.of_chain(n) for n in range(max_tokens + 1)]
-        self._bars = [
-            speed * (after - before) / rate if rate else math.inf
-            for (before, after), rate in zip(pairwise(chains), self.prior, strict=True)
-        ]
+        self._bars = [speed * (after - before) / PRIOR for before, after in pairwise(chains)]
         self._bars.append(math.inf)
 
     def start(self) -> TextRates:
@@ -293,12 +276,9 @@ class AdaptiveLength:
         return TextRates()
 
     def limit(self, state: TextRates) -> int:
-        """Return the draft length with the most expected tokens per cost, 0..max_tokens.
-
-        Where confidence ends drafts, 0 or ``max_tokens``.
-        """
+        """Return ``max_tokens``, or 0 where no draft gives the most expected tokens per cost."""
         length, _ = best_length(state.estimate(self.prior, WEIGHT), self.costs)
-        return self.max_tokens if length and self.asks else length
+        return self.max_tokens if length else 0
 
     def goes_on(self, probs: Sequence[float], entropies: Sequence[float]) -> bool:
         """Say whether one more token is worth its cost after those with these probabilities."""
@@ -309,4 +289,4 @@ class AdaptiveLength:
     def observe(self, state: TextRates, num_proposed: int, num_accepted: int) -> TextRates:
         """Return the state after a step."""
         tried = range(min(num_accepted + 1, num_proposed))
-        return state.after({depth: depth < num_accepted for depth in tried}, self.memory)
+        return state.after({depth: depth < num_accepted for depth in tried}, MEMORY)

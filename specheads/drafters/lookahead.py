@@ -27,11 +27,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from specheads.attention.tree import RowTrees
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.growing import TextRows
+from specheads.drafters.growing import TextDrafter, TextRows
 from specheads.system.errors import at_least
 
 
@@ -83,7 +82,7 @@ class Node(NamedTuple):
     probe: int
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(TextDrafter):
     """Proposes the pool's n-grams under the root, and has the window read beside them.
 
     The first N - 2 steps fill the window, and guess nothing while they do. It moves by one column
@@ -103,9 +102,6 @@ class LookaheadDrafter:
     Raises:
         ConfigError: for W or N below 2, or G below 1.
     """
-
-    taps: tuple[str, ...] = ()
-    deterministic = True
 
     def __init__(
         self, window: int = 7, ngram: int = 4, guesses: int = 7, *, fixed_size: bool = False
@@ -150,10 +146,6 @@ class LookaheadDrafter:
                 self._advance(row, [said[place] for place in places])
             self._extend(row, new_tokens)
         return state
-
-    def select(self, state: TextRows, rows: Tensor) -> TextRows:
-        """Keep some rows."""
-        return state.select(rows)
 
     def _plant(self, row: LookaheadRow) -> list[Node]:
         """Return the nodes of the row's tree, sorted by depth."""

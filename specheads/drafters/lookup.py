@@ -17,10 +17,8 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import cycle, islice
 
-from torch import Tensor
-
-from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.growing import OneTree, TextRows, by_depth, pack
+from specheads.drafters.contract import Candidates
+from specheads.drafters.growing import OneTree, TextDrafter, TextRows, by_depth, pack
 from specheads.system.errors import at_least, check, within
 
 # Prompt lookup at its best on the embedded model's calibration answers: longer matches first, any
@@ -62,7 +60,7 @@ class NgramRow:
         return []
 
 
-class NgramDrafter:
+class NgramDrafter(TextDrafter):
     """Proposes a chain: the continuation of the latest earlier match of the longest suffix.
 
     Args:
@@ -74,29 +72,14 @@ class NgramDrafter:
         ConfigError: if one is below 1, or ``min_ngram`` above ``max_ngram``.
     """
 
-    taps: tuple[str, ...] = ()
-    deterministic = True
-
     def __init__(self, max_ngram: int = 3, num_tokens: int = 10, min_ngram: int = 1) -> None:
-        self._begin = partial(NgramRow, max_ngram, num_tokens, min_ngram)
-        self._begin()  # for its errors
-
-    def start(self, prefill: Prefill) -> TextRows:
-        """Index the prompts."""
-        return TextRows.start(prefill, self._begin)
+        self.begin = partial(NgramRow, max_ngram, num_tokens, min_ngram)
+        self.begin()  # for its errors
 
     def propose(self, state: TextRows) -> Candidates:
         """Look up the longest suffix that occurred before; shorter chains are padded."""
         chains = [[row.tokens[-1], *row.look_up()] for row in state.rows]
         return pack([(chain, range(-1, len(chain) - 1)) for chain in chains], state.device)
-
-    def observe(self, state: TextRows, result: StepResult) -> TextRows:
-        """Index the new tokens."""
-        return state.observe(result)
-
-    def select(self, state: TextRows, rows: Tensor) -> TextRows:
-        """Keep some rows."""
-        return state.select(rows)
 
 
 # How many suffixes a new token is counted for, the longest first. Other texts never have so many
@@ -191,7 +174,7 @@ class SuffixAutomaton:
         return [(count[each] / total, token, each) for token, each in ordered]
 
 
-class SuffixDrafter:
+class SuffixDrafter(TextDrafter):
     """Proposes the likeliest continuations of the longest suffix that occurred before, as a tree.
 
     How likely a continuation is: the share of the suffix's earlier occurrences that went on so.
@@ -206,8 +189,7 @@ class SuffixDrafter:
         ConfigError: if a number is out of range.
     """
 
-    taps: tuple[str, ...] = ()
-    deterministic = True
+    begin = SuffixAutomaton
 
     def __init__(
         self, num_nodes: int = 16, *, per_match: float = 3.0, min_share: float = 0.3
@@ -215,10 +197,6 @@ class SuffixDrafter:
         self.num_nodes, self.per_match, self.min_share = num_nodes, per_match, min_share
         at_least(self, num_nodes=2, per_match=1)
         within(self, min_share="[0, 1]")
-
-    def start(self, prefill: Prefill) -> TextRows:
-        """Read the prompts."""
-        return TextRows.start(prefill, SuffixAutomaton)
 
     def propose(self, state: TextRows) -> Candidates:
         """Follow each row's match."""
@@ -244,11 +222,3 @@ class SuffixDrafter:
                 child = (negative * part, level + 1, arrived, token, state, number)
                 heapq.heappush(frontier, child)
         return by_depth(found)
-
-    def observe(self, state: TextRows, result: StepResult) -> TextRows:
-        """Read the new tokens."""
-        return state.observe(result)
-
-    def select(self, state: TextRows, rows: Tensor) -> TextRows:
-        """Keep some rows."""
-        return state.select(rows)

@@ -381,11 +381,10 @@ class HybridDrafter:
         Raises:
             ValueError: for sampled candidates.
         """
-        tries: list[Trie] = []
-        where: list[list[list[int]]] = [[[] for _ in state.rates] for _ in self.members]
+        state.tries, state.where = [], [[[] for _ in state.rates] for _ in self.members]
         spent = [0.0] * len(state.rates)
         for number in self._order:
-            asked = self._asked(number, tries, spent, state)
+            asked = self._asked(number, spent, state)
             if not any(asked):
                 continue
             member, price = self.members[number], self._prices[number]
@@ -396,60 +395,51 @@ class HybridDrafter:
             inputs = tokens if candidates.probes is None else candidates.probes.tolist()
             tree = candidates.tree
             parents = batched(tree, tree.parents).expand_as(candidates.tokens).tolist()
-            if not tries:
-                tries = [Trie(row[0]) for row in tokens]
+            if not state.tries:
+                state.tries = [Trie(row[0]) for row in tokens]
                 device = candidates.tokens.device
             for row, asks in enumerate(asked):
                 if not asks:
-                    where[number][row] = [0] + [-1] * (len(tokens[row]) - 1)
+                    state.where[number][row] = [0] + [-1] * (len(tokens[row]) - 1)
                     continue
-                trie, rates = tries[row], state.rates[row]
+                trie, rates = state.tries[row], state.rates[row]
                 before = trie.values(rates) if price else []
                 own = trie.add(number, tokens[row], parents[row], inputs[row])
-                where[number][row] = own
+                state.where[number][row] = own
                 if price:
                     cost = price * max(trie.depths[node] for node in own if node >= 0)
                     spent[row] += cost
                     gained = trie.promise(trie.values(rates)) - trie.promise(before)
                     state.values[row].learn(number, gained, cost, trie.chance(before))
-        state.tries, state.where = tries, where
-        merged, state.places = self._merge(tries, spent, state.rates, device)
-        return merged
+        return self._merge(state, spent, device)
 
-    def _asked(
-        self, number: int, tries: Sequence[Trie], spent: Sequence[float], state: HybridState
-    ) -> list[bool]:
+    def _asked(self, number: int, spent: Sequence[float], state: HybridState) -> list[bool]:
         """Tell per row whether a member is to be asked."""
-        if not tries or not self._prices[number]:
+        if not state.tries or not self._prices[number]:
             return [True] * len(spent)
         asked = []
-        for row, (trie, paid) in enumerate(zip(tries, spent, strict=True)):
+        for row, (trie, paid) in enumerate(zip(state.tries, spent, strict=True)):
             values = trie.values(state.rates[row])
             best = trie.best(values, [paid + cost for cost in self._verify])
             asked.append(state.values[row].pays(number, *best, trie.chance(values)))
         return asked
 
-    def _merge(
-        self,
-        tries: Sequence[Trie],
-        spent: Sequence[float],
-        rates: Sequence[Rates],
-        device: torch.device,
-    ) -> tuple[Candidates, list[dict[int, int]]]:
-        """Return what is to be verified, and per row where in it nodes of its trie stand."""
-        rows, inputs, places = [], [], []
-        for trie, paid, each in zip(tries, spent, rates, strict=True):
+    def _merge(self, state: HybridState, spent: Sequence[float], on: torch.device) -> Candidates:
+        """Return what is to be verified; note where in it nodes of the tries stand."""
+        rows, inputs = [], []
+        state.places = []
+        for trie, paid, each in zip(state.tries, spent, state.rates, strict=True):
             costs = [paid + cost for cost in self._verify]
             order = trie.order(trie.values(each), self.num_nodes, costs)
             place = {node: new for new, node in enumerate(order)}
-            places.append(place)
+            state.places.append(place)
             parents = [-1, *(place[trie.parents[node]] for node in order[1:])]
             rows.append(([trie.tokens[node] for node in order], parents))
             inputs.append([trie.inputs[node] for node in order])
         probed = any(tokens != read for (tokens, _), read in zip(rows, inputs, strict=True))
         # on a device shapes are better repeated than small
-        num_nodes = 1 if on_host(device) else max(self.num_nodes, 1)
-        return pack(rows, device, inputs=inputs if probed else None, num_nodes=num_nodes), places
+        num_nodes = 1 if on_host(on) else max(self.num_nodes, 1)
+        return pack(rows, on, inputs=inputs if probed else None, num_nodes=num_nodes)
 
     def observe(self, state: HybridState, result: StepResult) -> HybridState:
         """Tell every member, and where its nodes were; learn who was right."""

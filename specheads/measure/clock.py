@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
 from specheads.data.chat import Encoder
 from specheads.data.suites import prompt_records
-from specheads.decoding.result import DecodedRow
+from specheads.decoding.result import DecodedRow, pad_left
 from specheads.models.base import context_length
 from specheads.system import hardware
 from specheads.system.files import tinycode_dir
@@ -143,14 +142,6 @@ class Runs:
         clocked = self.seconds if self.batch_size == 1 else []
         seconds = [[repeat[i] for i in chosen] for repeat in clocked]
         return Runs(seconds, [self.decoded[i] for i in chosen], batch_size=self.batch_size)
-
-
-def pad_left(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return prompts [1, P] of several lengths as one batch [B, T], and its attention mask."""
-    longest = max(prompt.shape[1] for prompt in prompts)
-    rows = [F.pad(prompt, (longest - prompt.shape[1], 0)) for prompt in prompts]
-    real = [F.pad(torch.ones_like(prompt), (longest - prompt.shape[1], 0)) for prompt in prompts]
-    return torch.cat(rows), torch.cat(real)
 
 
 def make_batches(prompts: Sequence[Prompt], size: int) -> list[Batch]:

@@ -24,7 +24,7 @@ from specheads.config import ConfigError, RegenerateConfig
 from specheads.data.schema import Record, RecordError
 from specheads.decoding.exported import exported_drafter
 from specheads.decoding.loop import decode
-from specheads.decoding.result import DecodedRow
+from specheads.decoding.result import DecodedRow, pad_left
 from specheads.decoding.stream import Job, PlainStream
 from specheads.drafters.contract import Drafter
 from specheads.models.base import (
@@ -196,16 +196,13 @@ class Engine:
 
     def _decode(self, jobs: Sequence[Job]) -> tuple[DecodedRow, ...]:
         assert self.drafter is not None
-        drawn, longest = self.sampling, max(len(job.ids) for job in jobs)
-        seeds = [job.seed for job in jobs]
-        padding = [longest - len(job.ids) for job in jobs]
-        rows = [[0] * n + job.ids for n, job in zip(padding, jobs, strict=True)]
-        mask = [[0] * n + [1] * (longest - n) for n in padding]
+        drawn, seeds, device = self.sampling, [job.seed for job in jobs], self.base.device
+        ids, mask = pad_left([torch.tensor([job.ids], device=device) for job in jobs])
         return decode(
             self.base,
             self.drafter,
-            torch.tensor(rows, device=self.base.device),
-            attention_mask=torch.tensor(mask, device=self.base.device),
+            ids,
+            attention_mask=mask,
             max_new_tokens=jobs[0].limit,
             sampler=Sampler(drawn.temperature, drawn.top_k, drawn.top_p, seeds=seeds),
             eos_token_ids=self.turns.end_tokens,

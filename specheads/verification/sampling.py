@@ -127,38 +127,6 @@ def gumbel(keys: Tensor, num: int) -> Tensor:
     return torch.cat(pieces).view(*keys.shape, num)
 
 
-def noise_ahead(
-    seeds: Sequence[int], starts: Sequence[int], num: int, vocab_size: int, device: torch.device
-) -> Tensor:
-    """Return the noise of :func:`gumbel_noise` at ``num`` positions from each row's start on.
-
-    It is kept, as the trees of two steps share most of their positions, and with small vocabularies
-    made for many positions at once: two dozen operations on a few hundred numbers cost as much as
-    on some thousands.
-
-    Args:
-        seeds: [B], of each row.
-        starts: [B], the first position of each row.
-        num: positions per row.
-        vocab_size: V.
-        device: of the noise.
-
-    Returns:
-        [B, num, V] float32.
-    """
-    size = max(1, min(64, _KEPT_NOISE // vocab_size))
-    if len(starts) * (2 + (num - 1) // size) > _KEPT_BLOCKS:
-        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(num, device=device)
-        return gumbel_noise(0, positions, vocab_size, seeds)
-    pieces = []
-    for seed, start in zip(seeds, starts, strict=True):
-        blocks = range(start // size, (start + num - 1) // size + 1)
-        made = [_noise_block(seed, block, size, vocab_size, device) for block in blocks]
-        whole = torch.cat(made) if len(made) > 1 else made[0]
-        pieces.append(whole[start % size :][:num])
-    return torch.stack(pieces) if len(pieces) > 1 else pieces[0][None]
-
-
 _PIECE = 1 << 16  # numbers that are made together on a CPU
 _KEPT_NOISE = 1 << 14  # numbers per block, or those of one position
 _KEPT_BLOCKS = 64  # of 150,000 numbers they are 40 MB
@@ -292,6 +260,10 @@ class Sampler:
     ) -> Tensor:
         """Return the noise of the draws at ``num`` positions from each row's start on.
 
+        It is kept, as the trees of two steps share most of their positions, and with small
+        vocabularies made for many positions at once: two dozen operations on a few hundred numbers
+        cost as much as on some thousands.
+
         Args:
             starts: [B], the first position of each row.
             num: positions per row.
@@ -300,11 +272,22 @@ class Sampler:
             rows: [B], which rows of the batch these are, for their seeds; 0 to B - 1 if None.
 
         Returns:
-            [B, num, V] float32.
+            [B, num, V] float32, as :func:`gumbel_noise` makes it.
         """
         numbers = range(len(starts)) if rows is None else rows
         seeds = [self.seeds[row] if self.seeds else self.seed + row for row in numbers]
-        return noise_ahead(seeds, starts, num, vocab_size, device)
+        size = max(1, min(64, _KEPT_NOISE // vocab_size))
+        if len(starts) * (2 + (num - 1) // size) > _KEPT_BLOCKS:
+            ahead = torch.arange(num, device=device)
+            positions = torch.tensor(starts, device=device)[:, None] + ahead
+            return gumbel_noise(0, positions, vocab_size, seeds)
+        pieces = []
+        for seed, start in zip(seeds, starts, strict=True):
+            blocks = range(start // size, (start + num - 1) // size + 1)
+            made = [_noise_block(seed, block, size, vocab_size, device) for block in blocks]
+            whole = torch.cat(made) if len(made) > 1 else made[0]
+            pieces.append(whole[start % size :][:num])
+        return torch.stack(pieces) if len(pieces) > 1 else pieces[0][None]
 
     def near_ties(self, logits: Tensor, scores: Tensor, *, rounding: float = ROUNDING) -> Tensor:
         """Tell where rounding might change a draw: the two best scores are closer than it.

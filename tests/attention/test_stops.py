@@ -23,7 +23,7 @@ from transformers import (
 from specheads.attention.cache import TreeCache
 from specheads.attention.tree import Tree, default_tree
 from specheads.decoding.generate import SpecDecoder
-from specheads.decoding.result import Output
+from specheads.decoding.result import Limits, Output
 from specheads.drafters.lookup import NgramDrafter
 from tests.ragged import NUM_NEW, PAD, ROWS, After, padded, texts_of
 from tests.scripted import ScriptedDrafter, build
@@ -166,23 +166,23 @@ def test_criteria_share_what_is_heavy(
     llama: PreTrainedModel, byte_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Prevents a tokenizer or a table of the vocabulary per row, and a state shared by rows."""
-    output = Output([[1], [2], [3]], torch.device("cpu"), 3)
+    output = Output([[1], [2], [3]], torch.device("cpu"), Limits(3))
     assert output.criteria == [[], [], []]
     strings, own = StopStringCriteria(byte_tokenizer, ["a"]), Ninth(byte_tokenizer)
     rules = StoppingCriteriaList([strings, own])
-    output = Output([[1], [2], [3]], torch.device("cpu"), 3, stopping_criteria=rules)
+    output = Output([[1], [2], [3]], torch.device("cpu"), Limits(3, stopping_criteria=rules))
     assert output.criteria[0] == [strings, own]
     for row in (1, 2):
         shared, copied = output.criteria[row]
         assert shared is strings and isinstance(copied, Ninth) and copied is not own
         assert copied.asked is not own.asked and copied.tokenizer is byte_tokenizer
     own.generator = (i for i in range(3))  # type: ignore[attr-defined]
-    alone = Output([[1]], torch.device("cpu"), 3, stopping_criteria=rules)
+    alone = Output([[1]], torch.device("cpu"), Limits(3, stopping_criteria=rules))
     assert alone.criteria == [[strings, own]]
     with pytest.raises(
         ValueError, match="criterion Ninth cannot be copied for row 1 .* one prompt"
     ):
-        Output([[1], [2]], torch.device("cpu"), 3, stopping_criteria=rules)
+        Output([[1], [2]], torch.device("cpu"), Limits(3, stopping_criteria=rules))
 
 
 @pytest.mark.parametrize(

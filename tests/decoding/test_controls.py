@@ -24,8 +24,8 @@ from specheads.attention.tree import Tree, default_tree
 from specheads.decoding.choose import Chooser, Scored
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode
-from specheads.decoding.processors import bind
-from specheads.decoding.result import DecodeResult, Rows
+from specheads.decoding.processors import Rows, bind
+from specheads.decoding.result import DecodeResult
 from specheads.drafters.contract import FINAL, StepResult
 from specheads.drafters.lookup import NgramDrafter
 from specheads.models.forward import ModelPass

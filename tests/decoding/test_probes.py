@@ -15,7 +15,7 @@ from specheads.attention.cache import TreeCache
 from specheads.attention.tree import RowTrees, Tree
 from specheads.decoding.accept import RULES, Acceptance
 from specheads.decoding.loop import decode, first_chain, plain_decode, propose
-from specheads.decoding.processors import bind
+from specheads.decoding.processors import Rows, bind
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.models.forward import ModelPass
 from specheads.verification.acceptance import merge_siblings, walk, walk_on_host
@@ -110,7 +110,7 @@ def test_processors_are_given_the_probes_own_prefix() -> None:
     read = torch.randint(3, 8, (2, TREE.num_nodes), generator=torch.Generator().manual_seed(0))
     logits = torch.randn(2, TREE.num_nodes, VOCAB)
     candidates = Candidates(read.masked_fill(PROBED, -1), TREE, probes=read)
-    _, scores = bound.at_nodes(candidates, logits, [0, 1], texts)
+    _, scores = bound.at_nodes(candidates, logits, Rows([0, 1], texts, [True] * 2))
     for i, text in enumerate(texts):
         for node, line in enumerate(TREE.ancestors.tolist()):
             prefix = [*text, *(int(read[i, each]) for each in line[1:] if each >= 0)]

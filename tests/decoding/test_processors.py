@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from specheads.attention.tree import RowTrees, Tree, default_tree
-from specheads.decoding.processors import bind
+from specheads.decoding.processors import RowProcessors, Rows, bind
 from specheads.drafters.contract import Candidates
 from specheads.verification.sampling import Survivors
 
@@ -91,6 +91,15 @@ def processors_of(model: PreTrainedModel, prompts: list[list[int]], **settings: 
     return found[0], prompts, longest
 
 
+def after(
+    bound: RowProcessors, logits: Tensor, rows: Sequence[int], texts: Sequence[Sequence[int]]
+) -> Tensor:
+    """Return scores [R, V] after texts from logits [R, V]."""
+    roots = Candidates(torch.zeros(len(rows), 1, dtype=torch.long), Tree.chain(0))
+    going = [True] * len(rows)
+    return bound.at_nodes(roots, logits[:, None], Rows(rows, texts, going))[1][:, 0]
+
+
 def random_trees(kind: str, num_rows: int) -> Tree | RowTrees:
     """Return one tree for all rows, or one per row."""
     if kind == "shared":
@@ -116,7 +125,8 @@ def test_nodes_and_rows_are_as_if_alone(tiny_llama: LlamaForCausalLM, name: str,
     tokens[:, 0] = torch.tensor([text[-1] for text in texts])
     logits = torch.randn(4, tree.num_nodes, V, generator=generator)
     if name not in WALKED:
-        _, scores = bound.at_nodes(Candidates(tokens, tree), logits, [0, 1, 2, 3], texts)
+        every = Rows([0, 1, 2, 3], texts, [True] * 4)
+        _, scores = bound.at_nodes(Candidates(tokens, tree), logits, every)
     changed = 0
     for i, text in enumerate(texts):
         kwargs = dict(settings)
@@ -131,13 +141,13 @@ def test_nodes_and_rows_are_as_if_alone(tiny_llama: LlamaForCausalLM, name: str,
         for node, line in enumerate(lines.tolist()):
             prefix = text + [int(tokens[i, j]) for j in line[1:] if j >= 0]
             expected = alone(torch.tensor([prefix]), logits[i, node][None].clone())
-            assert bound.after(logits[i, node][None], [i], [prefix])[1].equal(expected)
+            assert after(bound, logits[i, node][None], [i], [prefix]).equal(expected)
             changed += not expected.equal(logits[i, node][None])
             if name not in WALKED:
                 assert scores[i, node].equal(expected[0])
     assert changed > 0, "the test would prove nothing"
     assert bound.stateless is (name not in WALKED)
-    assert bound.prefix_free is (name == "warpers")
+    assert any(bound.rows) is (name != "warpers")
 
 
 def test_rows_may_have_gone(tiny_llama: LlamaForCausalLM) -> None:
@@ -148,10 +158,8 @@ def test_rows_may_have_gone(tiny_llama: LlamaForCausalLM) -> None:
     assert bound is not None
     logits = torch.randn(2, V)
     texts = [[*PROMPTS[1], 5, 5, 5], [*PROMPTS[2], 5, 5]]
-    _, scores = bound.after(logits, [1, 2], texts)
+    scores = after(bound, logits, [1, 2], texts)
     assert scores[0, 12] == logits[0, 12] and scores[1, 12] == -float("inf")
-    root = Candidates(torch.tensor([[5], [5]]), Tree.chain(0))
-    assert bound.at_nodes(root, logits[:, None], [1, 2], texts)[1][:, 0].equal(scores)
 
 
 class Counting(LogitsProcessor):
@@ -175,14 +183,15 @@ def test_processors_of_unknown_type_have_a_state_per_row() -> None:
     assert bound is not None and not bound.stateless
     for step in range(3):
         texts = [[1, 2, 3][: step + 1], [7, 8, 9][: step + 1]]
-        assert bound.after(torch.zeros(2, 4), [0, 1], texts)[1].tolist() == [[step + 1.0] * 4] * 2
+        assert after(bound, torch.zeros(2, 4), [0, 1], texts).tolist() == [[step + 1.0] * 4] * 2
     assert processor.seen == [[1], [1, 2], [1, 2, 3]]
     (copied,) = bound.rows[1]
     assert isinstance(copied, Counting)
     assert copied.seen == [[7], [7, 8], [7, 8, 9]]
     assert copied.model is processor.model, "a model is shared, not copied"
     with pytest.raises(ValueError, match="accepted path"):
-        bound.at_nodes(Candidates(torch.zeros(2, 2), Tree.chain(1)), torch.zeros(2, 2, 4), [], [])
+        candidates = Candidates(torch.zeros(2, 2), Tree.chain(1))
+        bound.at_nodes(candidates, torch.zeros(2, 2, 4), Rows([], [], []))
 
 
 def test_what_cannot_be_copied_is_refused_for_a_batch_only() -> None:
@@ -244,7 +253,8 @@ def test_what_rounding_may_cut_is_known(chain: str, slack: float) -> None:
     winners = torch.zeros(440, 12, dtype=torch.bool)
     for i in range(60):
         moved = torch.rand(scores.shape, generator=generator) - 0.5
-        _, cut = bound.after(scores + slack * (moved if i % 2 else 0.499 * moved.sign()), [], [])
+        logits = scores + slack * (moved if i % 2 else 0.499 * moved.sign())
+        cut = after(bound, logits, [], [])
         kept = cut.isfinite()
         assert not (kept & ~left.possible).any()
         assert not (left.certain & ~kept).any()
@@ -274,7 +284,7 @@ def test_rows_of_one_length_are_processed_together(
     widths = [tree.depths.tolist().count(d) for d in range(tree.max_depth + 1)]
     logits = torch.randn(3, tree.num_nodes, V)
     tokens = torch.zeros(3, tree.num_nodes, dtype=torch.long)
-    bound.at_nodes(Candidates(tokens, tree), logits, [0, 1, 2], rows)
+    bound.at_nodes(Candidates(tokens, tree), logits, Rows([0, 1, 2], rows, [True] * 3))
     assert calls == [
         *((2 * n, 7 + d) for d, n in enumerate(widths)),
         *((n, 3 + d) for d, n in enumerate(widths)),

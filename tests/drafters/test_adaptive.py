@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specheads.drafters.length import CALIBRATED, AdaptiveLength, StepCosts, TextRates, best_length
+from specheads.drafters.length import PRIOR, AdaptiveLength, StepCosts, TextRates, best_length
 
 RATES = st.lists(st.floats(0, 1), min_size=1, max_size=6)
 NEVER_FADING = 1e12
@@ -89,12 +89,11 @@ def test_the_prior_rules_until_something_is_seen() -> None:
     assert max(certain) <= 1
 
 
-def test_lengths_follow_the_text() -> None:
+def test_drafting_follows_the_text() -> None:
     """A rule that never moves, or is stuck: where nothing is drafted, nothing is seen."""
-    length = AdaptiveLength(StepCosts(0.3, [0, 1, 1.1, 1.2, 1.3, 1.4, 1.5]), 5, memory=20)
+    length = AdaptiveLength(StepCosts(0.3, [0, 1, 1.1, 1.2, 1.3, 1.4, 1.5]), 5)
     state = length.start()
-    first = length.limit(state)
-    assert 1 <= first < 5
+    assert length.limit(state) == 5
     for _ in range(30):
         state = length.observe(state, length.limit(state), length.limit(state))
     assert length.limit(state) == 5
@@ -125,23 +124,17 @@ def test_a_token_is_drafted_where_it_is_worth_its_cost(
     probs: list[float], chances: list[float]
 ) -> None:
     """A bar at the wrong token, or a chance read from the wrong bin."""
-    prior, costs = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3], StepCosts(0.2, [0, 1, 1.1, 1.2, 1.3, 1.5, 2, 3])
-    length = AdaptiveLength(costs, 6, prior=prior, chances=chances)
-    assert length.asks
+    costs = StepCosts(0.2, [0, 1, 1.1, 1.2, 1.3, 1.5, 2, 3])
+    length = AdaptiveLength(costs, 6, chances=chances)
     right = 1.0
     for prob in probs:
         right *= next(c for c, top in zip(chances, (0.25, 0.5, 0.75, 2), strict=True) if prob < top)
     num = len(probs)
-    more_tokens = right * prior[num]
+    more_tokens = right * PRIOR
     more_cost = costs.of_chain(num + 1) - costs.of_chain(num)
-    speed = best_length(prior, costs)[1]
+    speed = best_length([PRIOR] * 6, costs)[1]
     if more_tokens != pytest.approx(speed * more_cost):
         assert length.goes_on(probs, [0.0] * num) == (more_tokens > speed * more_cost)
-
-
-def test_without_chances_only_the_limit_ends_a_draft() -> None:
-    """A rule that asks costs a synchronisation per token."""
-    assert not AdaptiveLength(StepCosts(0.1, [0] + [1] * 6), 4).asks
 
 
 def test_wrong_settings_are_refused() -> None:
@@ -149,14 +142,10 @@ def test_wrong_settings_are_refused() -> None:
     costs = StepCosts(0.1, [0, 1, 1.1])
     with pytest.raises(ValueError, match="measured up to 3 nodes for max_tokens 2, got 2"):
         AdaptiveLength(costs, 2)
-    with pytest.raises(ValueError, match="prior must be 1 rates, one per token, got 2"):
-        AdaptiveLength(costs, 1, prior=[0.5, 0.5])
-    with pytest.raises(ValueError, match=r"prior and chances must be in \[0, 1\]"):
-        AdaptiveLength(costs, 1, prior=[1.5])
+    with pytest.raises(ValueError, match=r"chances must be in \[0, 1\]"):
+        AdaptiveLength(costs, 1, chances=[1.5])
     with pytest.raises(ValueError, match="max_tokens must be at least 1"):
         AdaptiveLength(costs, 0)
-    with pytest.raises(ValueError, match="memory must be positive"):
-        AdaptiveLength(costs, 1, memory=0)
     with pytest.raises(ValueError, match="costs must be finite and at least 0"):
         StepCosts(-0.1, [0, 1])
     with pytest.raises(ValueError, match="cost of 1 node"):
@@ -165,7 +154,7 @@ def test_wrong_settings_are_refused() -> None:
 
 def test_with_confidence_the_limit_only_says_whether_to_draft() -> None:
     """Rates of tokens that were sure enough, read as those of all, cut confident drafts short."""
-    length = AdaptiveLength(StepCosts(0.3, [0] + [1] * 7), 5, chances=[0.5, 0.9], memory=20)
+    length = AdaptiveLength(StepCosts(0.3, [0] + [1] * 7), 5, chances=[0.5, 0.9])
     state = length.start()
     assert 0 < best_length(length.prior, length.costs)[0] < 5 == length.limit(state)
     for _ in range(30):
@@ -175,6 +164,6 @@ def test_with_confidence_the_limit_only_says_whether_to_draft() -> None:
 
 def test_an_unmeasured_draft_model_is_taken_at_its_word() -> None:
     """Bins that are shifted by one draft on where the draft model itself has doubts."""
-    length = AdaptiveLength(StepCosts(0.3, [0] + [1] * 7), 5, prior=[0.5] * 5, chances=CALIBRATED)
-    bar = best_length([0.5] * 5, length.costs)[1] * 0.3 / 0.5
+    length = AdaptiveLength(StepCosts(0.3, [0] + [1] * 7), 5)
+    bar = best_length(length.prior, length.costs)[1] * 0.3 / PRIOR
     assert length.goes_on([bar + 0.02], [0.0]) and not length.goes_on([bar - 0.02], [0.0])

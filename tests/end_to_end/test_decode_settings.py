@@ -11,6 +11,7 @@ from specheads.bench import run as bench
 from specheads.config import BenchConfig, ConfigError, DecodeConfig, GenerateConfig
 from specheads.decoding import exported
 from specheads.decoding.exported import exported_drafter, tree_kind
+from specheads.drafters.growing import Grown
 from specheads.drafters.heads import HeadsDrafter
 from specheads.generate import run as generate
 from specheads.models import forward
@@ -67,9 +68,9 @@ def test_a_dynamic_tree_is_the_one_that_was_searched_for(tiny_export: Path) -> N
     set_tree(tiny_export, export.tree, 1.0, {"dynamic": DYNAMIC})
     export = load_export(tiny_export, dtype=torch.float32, device="cpu")
     drafter = exported_drafter(export, DecodeConfig(tree="dynamic"))
-    assert drafter.grows and drafter.num_nodes == 5
+    assert isinstance(drafter.shape, Grown) and drafter.num_nodes == 5
     drafter = exported_drafter(export, DecodeConfig(tree="dynamic", num_nodes=7))
-    assert drafter.grows and drafter.num_nodes == 7
+    assert isinstance(drafter.shape, Grown) and drafter.num_nodes == 7
 
 
 def test_auto_takes_what_was_found_faster(tiny_export: Path) -> None:
@@ -81,7 +82,7 @@ def test_auto_takes_what_was_found_faster(tiny_export: Path) -> None:
         set_tree(tiny_export, export.tree, 1.0, measured_on)
         export = load_export(tiny_export, dtype=torch.float32, device="cpu")
         assert tree_kind(export, DecodeConfig()) == kind
-        assert exported_drafter(export).grows == (kind == "dynamic")
+        assert isinstance(exported_drafter(export).shape, Grown) == (kind == "dynamic")
         assert tree_kind(export, DecodeConfig(tree="static")) == "static"
     assert tree_kind(export, DecodeConfig(num_nodes=4)) == "dynamic"
 

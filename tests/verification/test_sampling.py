@@ -10,7 +10,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from specheads.attention.tree import Tree, default_tree
 from specheads.verification import sampling
-from specheads.verification.sampling import Sampler, gumbel_noise, noise_ahead
+from specheads.verification.sampling import Sampler, gumbel_noise
 from tests.sampled import drawn
 
 
@@ -114,12 +114,13 @@ def test_drawing_a_tree_is_drawing_its_nodes(temperature: float) -> None:
 @pytest.mark.parametrize("vocab_size", [5, 300, 9000, 20_000])
 def test_noise_made_ahead_is_the_positions_own(vocab_size: int) -> None:
     """Prevents another text where a block of kept noise ends, or for another row of a batch."""
+    sampler = Sampler(seeds=[11, 7])
     for num in (1, 5):
         for start in (0, 7, 50, 59, 61, 62, 63, 64, 127, 1000):
             starts, rows = [start, start + 3], [4, 0]
             positions = torch.tensor(starts)[:, None] + torch.arange(num)
             for _ in range(2):  # made, then kept
-                found = noise_ahead([11, 7], starts, num, vocab_size, torch.device("cpu"))
+                found = sampler.noise_from(starts, num, vocab_size, torch.device("cpu"))
                 assert found.equal(gumbel_noise(7, positions, vocab_size, rows))
 
 
