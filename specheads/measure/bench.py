@@ -21,8 +21,7 @@ import torch
 from transformers import CompileConfig, PreTrainedModel
 
 from specheads.attention.tree import Tree
-from specheads.config import ConfigError, DecodeConfig, SpecBenchConfig
-from specheads.data.suites import Question, QuestionPrompts
+from specheads.config import ConfigError, DecodeConfig
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.exported import (
     Chosen,
@@ -36,7 +35,6 @@ from specheads.decoding.exported import (
     num_parameters,
     tree_kind,
 )
-from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
@@ -48,14 +46,12 @@ from specheads.measure.hits import Texts, collect_hits, grow_static
 from specheads.measure.identity import Noise, Rounding, compare
 from specheads.measure.render import disturbance_lines
 from specheads.measure.rows import Clocked
-from specheads.measure.suites import AnswerFile, answer_all
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import vocab_size
 from specheads.models.kinds import Heads
 from specheads.models.output import output_layer
 from specheads.system import hardware
-from specheads.system.terminal import progress_bar
 from specheads.verification.sampling import Sampler
 
 HF_TOKENS = 4  # of transformers' assistant where our own draft's length adapts itself
@@ -576,31 +572,3 @@ def load_others(subject: Subject, paths: Sequence[str]) -> dict[str, Export]:
             )
         found[name] = load_export(folder, beside=subject.export)
     return found
-
-
-def answer_missing(
-    config: SpecBenchConfig,
-    questions: Sequence[Question],
-    files: Mapping[str, AnswerFile],
-    prompts: QuestionPrompts,
-    dtype: str,
-) -> list[int | str] | None:
-    """Load, and answer what is missing; return the ids of questions that are too long.
-
-    None where nothing is missing: then nothing is loaded.
-    """
-    todo = {
-        number: missing
-        for number, question in enumerate(questions)
-        if (missing := [name for name, file in files.items() if not file.has(question)])
-    }
-    if not todo:
-        return None
-    decode = config.decode
-    drafted = SpecDecoder.from_pretrained(
-        config.checkpoint, decode, base=config.base, dtype=dtype, device=config.device
-    )
-    plain = replace(drafted, drafter=None, acceptance=None)
-    with progress_bar("question", total=len(todo)) as bar:
-        decoders = {"drafted": drafted, "plain": plain}
-        return answer_all(decoders, questions, todo, files, prompts, config, bar.update)

@@ -23,8 +23,8 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,11 @@ from specheads.measure.render import Columns, figure, interval, make_table
 from specheads.measure.rows import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
 from specheads.models.base import context_length, end_tokens, input_device
 from specheads.system.files import whole_file
+from specheads.system.terminal import progress_bar
 
 Answer = dict[str, Any]  # a line of an answer file
 
+_NO_LIMIT = 1 << 30  # bytes of a line
 _SCORED = ("turns", "new_tokens", "wall_time", "accept_lengths")  # speed.py reads no more
 
 
@@ -192,7 +194,7 @@ def read_answers(path: Path) -> list[Answer]:
     Raises:
         ConfigError: if it is missing, empty, or a line lacks what is scored; names the line.
     """
-    answers = [_checked(value, where) for where, value in _lines(path)]
+    answers = [_checked(row.parse(), row.where) for row in json_lines(path, _NO_LIMIT)]
     if not answers:
         raise ConfigError(f"{path} holds no answers")
     return answers
@@ -200,13 +202,9 @@ def read_answers(path: Path) -> list[Answer]:
 
 def read_details(path: Path) -> dict[int | str, dict[str, Any]]:
     """Read what lies beside an answer file; empty where there is nothing."""
-    found = [value for _, value in _lines(path)] if path.exists() else []
+    rows = json_lines(path, _NO_LIMIT) if path.exists() else ()
+    found: list[Any] = [row.parse() for row in rows]
     return {each["question_id"]: each for each in found}
-
-
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    for row in json_lines(path, 1 << 30):
-        yield row.where, row.parse()
 
 
 def _checked(value: object, where: str) -> Answer:
@@ -271,66 +269,74 @@ def answer(
     return turns
 
 
-def answer_all(
-    decoders: Mapping[str, SpecDecoder],
+def answer_missing(
+    config: SpecBenchConfig,
     questions: Sequence[Question],
-    todo: Mapping[int, Sequence[str]],
     files: Mapping[str, AnswerFile],
     prompts: QuestionPrompts,
-    config: SpecBenchConfig,
-    tick: Callable[[], object] = lambda: None,
-) -> list[int | str]:
-    """Answer what is missing, the decoders in turn, each first in every other question.
+    dtype: str,
+) -> list[int | str] | None:
+    """Load, and answer what is missing, the decoders in turn, each first in every other question.
 
     Args:
-        decoders: by name.
-        questions: of the suite.
-        todo: place of a question -> names of the decoders that have not answered it.
-        files: by the same names; every answer is written before the next question is asked.
-        prompts: makes them of questions.
         config: how; ``warmup`` times each decoder answers a question before the first is clocked.
-        tick: called after every question.
+        questions: of the suite.
+        files: of ``drafted`` and ``plain``; every answer is written before the next question is
+            asked.
+        prompts: makes them of questions.
+        dtype: of the weights.
 
     Returns:
-        The ids of the questions left out.
+        The ids of the questions left out; None where nothing is missing: then nothing is loaded.
 
     Raises:
         ConfigError: if a question does not fit, and ``skip_long`` is false.
     """
+    todo = [
+        (number, question, missing)
+        for number, question in enumerate(questions)
+        if (missing := [name for name, file in files.items() if not file.has(question)])
+    ]
+    if not todo:
+        return None
+    drafted = SpecDecoder.from_pretrained(
+        config.checkpoint, config.decode, base=config.base, dtype=dtype, device=config.device
+    )
+    decoders = {"drafted": drafted, "plain": replace(drafted, drafter=None, acceptance=None)}
     left_out: list[int | str] = []
-    fitting: list[tuple[int, Question]] = []
+    fitting: list[tuple[int, Question, list[str]]] = []
+    with progress_bar("question", total=len(todo)) as bar:
 
-    def too_long(question: Question, error: TooLongError) -> None:
-        if not config.skip_long:
-            raise ConfigError(f"{error}; skip_long=true leaves such questions out") from None
-        left_out.append(question.id)
-        tick()
+        def too_long(question: Question, error: TooLongError) -> None:
+            if not config.skip_long:
+                raise ConfigError(f"{error}; skip_long=true leaves such questions out") from None
+            left_out.append(question.id)
+            bar.update()
 
-    any_decoder = next(iter(decoders.values()))
-    for number in todo:  # all of them first: the last question must not end a run of hours
-        question = questions[number]
-        try:
-            _room(any_decoder, prompts.ids(question), f"{question.id}, turn 0")
-            fitting.append((number, question))
-        except TooLongError as error:
-            too_long(question, error)
-    for number, question in fitting[:1]:
-        for decoder in [decoders[name] for name in files] * config.warmup:
-            with contextlib.suppress(TooLongError):  # of a later turn; the clocked one says it
-                answer(decoder, question, number, prompts, config)
-    for number, question in fitting:
-        missing = list(todo[number])
-        order = missing if number % 2 else missing[::-1]
-        try:
-            turns = {
-                name: answer(decoders[name], question, number, prompts, config) for name in order
-            }
-        except TooLongError as error:
-            too_long(question, error)
-            continue
-        for name in missing:
-            files[name].append(question, turns[name])
-        tick()
+        for each in todo:  # all of them first: the last question must not end a run of hours
+            _, question, _ = each
+            try:
+                _room(drafted, prompts.ids(question), f"{question.id}, turn 0")
+                fitting.append(each)
+            except TooLongError as error:
+                too_long(question, error)
+        for number, question, _ in fitting[:1]:
+            for decoder in [decoders[name] for name in files] * config.warmup:
+                with contextlib.suppress(TooLongError):  # of a later turn; the clocked one says it
+                    answer(decoder, question, number, prompts, config)
+        for number, question, missing in fitting:
+            order = missing if number % 2 else missing[::-1]
+            try:
+                turns = {
+                    name: answer(decoders[name], question, number, prompts, config)
+                    for name in order
+                }
+            except TooLongError as error:
+                too_long(question, error)
+                continue
+            for name in missing:
+                files[name].append(question, turns[name])
+            bar.update()
     return left_out
 
 
