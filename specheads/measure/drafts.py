@@ -11,7 +11,7 @@ clocked costs. On the other prompts all candidates then decode in turn with plai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.config import CompareConfig
 from specheads.decoding.costs import DraftCosts, clock_drafts, expected_tokens, leviathan_speedup
 from specheads.decoding.exported import num_parameters
 from specheads.decoding.loop import plain_decode
@@ -45,6 +46,7 @@ from specheads.measure.rows import (
 )
 from specheads.models.base import input_device, input_embedding
 from specheads.system import hardware
+from specheads.system.terminal import progress_bar
 from specheads.verification.sampling import Sampler
 
 _AT_ONCE = 1 << 24  # probabilities compared at one time
@@ -252,34 +254,14 @@ def _logits_before(model: PreTrainedModel, text: Sequence[int], num: int) -> Ten
 _CLOCK_TOKENS = 48  # of the texts that steps are clocked on
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a comparison is made with.
+def sampling_of(config: CompareConfig) -> str:
+    """Return how drafts are made: sampled as the texts are, or greedy."""
+    return "sampled" if config.temperature > 0 else "greedy"
 
-    Attributes:
-        max_new_tokens: per prompt.
-        temperature: of all texts; above 0 drafts are sampled, at 0 they are greedy.
-        max_tokens: longest draft to consider.
-        repeats: of clocked rounds.
-        eos_token_ids: tokens that end a text.
-        seed: prompt n is continued with ``seed + n``.
-    """
 
-    max_new_tokens: int
-    temperature: float
-    max_tokens: int
-    repeats: int
-    eos_token_ids: tuple[int, ...] = ()
-    seed: int = 0
-
-    @property
-    def sampling(self) -> str:
-        """How drafts are made."""
-        return "sampled" if self.temperature > 0 else "greedy"
-
-    def drafter(self, draft: PreTrainedModel, num_tokens: int) -> Drafter:
-        """Return the drafter of chains of ``num_tokens`` guesses."""
-        return DraftModelDrafter(draft, FixedLength(num_tokens), sampling=self.sampling)
+def _chain(config: CompareConfig, draft: PreTrainedModel, num_tokens: int) -> Drafter:
+    """Return the drafter of chains of ``num_tokens`` guesses."""
+    return DraftModelDrafter(draft, FixedLength(num_tokens), sampling=sampling_of(config))
 
 
 @dataclass(frozen=True)
@@ -308,10 +290,8 @@ def compare_drafts(
     drafts: Mapping[str, PreTrainedModel],
     prompts: Sequence[Prompt],
     measured: Sequence[Prompt],
-    settings: Settings,
-    *,
-    progress: Callable[[str], object] = lambda text: None,
-    tick: Callable[[], object] = lambda: None,
+    config: CompareConfig,
+    eos_token_ids: tuple[int, ...],
 ) -> dict[str, Any]:
     """Predict on ``prompts``, measure on ``measured``; return the body of compare.json.
 
@@ -320,9 +300,8 @@ def compare_drafts(
         drafts: draft models by name, with the base's tokenizer.
         prompts: to measure alpha and costs on.
         measured: others, to measure speed-ups on.
-        settings: lengths, temperature, repeats and seed.
-        progress: told what is being done.
-        tick: called after every decoded prompt.
+        config: lengths, temperature, repeats and seed; prompt n is continued with ``seed + n``.
+        eos_token_ids: tokens that end a text.
 
     Returns:
         ``disturbance`` (see :func:`specheads.measure.rows.disturbance`; of the steps that were
@@ -330,18 +309,19 @@ def compare_drafts(
         by number of nodes, in plain steps), ``candidates`` in the given order, ``recommended`` (a
         name, or None) and ``advice`` (lines).
     """
-    begun = hardware.sample()
-    found = prospects(base, drafts, prompts, settings, progress)
-    predicted = hardware.sample()
-    progress("measure")
-    limit, heat = settings.max_new_tokens, settings.temperature
-    contest = Contest(base, settings.eos_token_ids, None, limit)
+    limit, heat, repeats = config.max_new_tokens, config.temperature, config.repeats
+    contest = Contest(base, eos_token_ids, None, limit)
     methods = [contest.ours()]
-    for i, (name, each) in enumerate(found.items()):
-        drafter = settings.drafter(drafts[name], each.num_tokens)
-        methods.append(contest.ours(f"draft_{i}", drafter))
-    repeats, seed = settings.repeats, settings.seed + len(prompts)
-    runs = clock(methods, measured, heat, repeats=repeats, seed=seed, tick=tick)
+    with progress_bar("text", total=(len(drafts) + 1) * len(measured) * repeats) as bar:
+        begun = hardware.sample()
+        found = prospects(base, drafts, prompts, config, eos_token_ids, bar)
+        predicted = hardware.sample()
+        bar.set_description("measure")
+        for i, (name, each) in enumerate(found.items()):
+            drafter = _chain(config, drafts[name], each.num_tokens)
+            methods.append(contest.ours(f"draft_{i}", drafter))
+        how: dict[str, Any] = {"repeats": repeats, "seed": config.seed + len(prompts)}
+        runs = clock(methods, measured, heat, tick=bar.update, **how)
     plain = runs["plain"]
     clocking = {"temperature": heat, "batch": 1, **hardware.between(begun, predicted)}
     size = num_parameters(base)
@@ -367,7 +347,7 @@ def compare_drafts(
         "verify_cost": {str(n): round(cost, 4) for n, cost in costs},
         "candidates": candidates,
         "recommended": best,
-        "advice": advice(candidates, best, settings.sampling),
+        "advice": advice(candidates, best, sampling_of(config)),
     }
 
 
@@ -396,34 +376,35 @@ def prospects(
     base: PreTrainedModel,
     drafts: Mapping[str, PreTrainedModel],
     prompts: Sequence[Prompt],
-    settings: Settings,
-    progress: Callable[[str], object] = lambda text: None,
+    config: CompareConfig,
+    eos_token_ids: tuple[int, ...],
+    bar: Any,
 ) -> dict[str, Prospect]:
     """Clock all draft models in turn, measure alpha of each, and predict."""
-    progress("clock steps")
-    texts = [prompt.input_ids for prompt in prompts]
+    bar.set_description("clock steps")
+    texts, limit = [prompt.input_ids for prompt in prompts], config.max_new_tokens
     costs = clock_drafts(
         base,
-        {name: partial(settings.drafter, draft) for name, draft in drafts.items()},
+        {name: partial(_chain, config, draft) for name, draft in drafts.items()},
         sorted(texts, key=lambda ids: ids.shape[1])[len(texts) // 2],
-        max_tokens=settings.max_tokens,
-        temperature=settings.temperature,
-        max_new_tokens=min(settings.max_new_tokens, _CLOCK_TOKENS),
-        repeats=settings.repeats,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        max_new_tokens=min(limit, _CLOCK_TOKENS),
+        repeats=config.repeats,
     )
     found = {}
     for name, draft in drafts.items():
-        progress(f"alpha of {name}")
+        bar.set_description(f"alpha of {name}")
         alpha = measure_alpha(
             base,
             draft,
             texts,
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            seed=settings.seed,
-            eos_token_ids=settings.eos_token_ids,
+            max_new_tokens=limit,
+            temperature=config.temperature,
+            seed=config.seed,
+            eos_token_ids=eos_token_ids,
         )
-        rows = predictions(alpha, costs[name], settings.max_tokens)
+        rows = predictions(alpha, costs[name], config.max_tokens)
         found[name] = Prospect(alpha, costs[name], rows)
     return found
 
