@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from specheads.config import BenchConfig, ConfigError, RunError
 from specheads.config.main import answer, answers_json, hydra_main
 from specheads.system.files import check_folder
-from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
     from specheads.measure.bench import Plan
@@ -86,12 +85,9 @@ def run(config: BenchConfig) -> None:
         "decode": asdict(decode),
     }
     quoted = bench.quoted_method(export, decode, asked)
-    per_text = sum(size > 1 or not method.in_batches for size in sizes for method in methods)
-    total = per_text * len(prompts) * len(temperatures) * config.repeats
-    with progress_bar("text", total=total) as bar:
-        result, clocked = bench.benchmark(
-            base, methods, prompts, plan, settings=settings, headline=quoted, bar=bar
-        )
+    result, clocked = bench.benchmark(
+        base, methods, prompts, plan, settings=settings, headline=quoted
+    )
     out = Path(config.out)
     out.write_text(json.dumps(result, indent=1) + "\n")  # whatever comes of what follows
     print(bench_text(result))

@@ -48,7 +48,6 @@ from specheads.regeneration.questions import Questioner
 from specheads.runs.directory import is_used, lock, unlock
 from specheads.system import hardware
 from specheads.system.files import whole_file
-from specheads.system.terminal import progress_bar
 from specheads.training.engine import param_groups
 from specheads.training.loop import Stage
 from specheads.training.objectives import HeadsObjective
@@ -402,11 +401,10 @@ class _Stages:
             "prompts_sha256": digest,
             "max_new_tokens": NEW_TOKENS,
         }
-        with progress_bar("text", total=len(methods) * len(prompts) * len(TEMPERATURES)) as bar:
-            plan = bench.Plan(TEMPERATURES, repeats=1)
-            result, _ = bench.benchmark(
-                base, methods, prompts, plan, settings=settings, headline=quoted, bar=bar
-            )
+        plan = bench.Plan(TEMPERATURES, repeats=1)
+        result, _ = bench.benchmark(
+            base, methods, prompts, plan, settings=settings, headline=quoted
+        )
         with whole_file(self.folder / "bench.json") as fresh:
             fresh.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(bench_text(result))

@@ -52,6 +52,7 @@ from specheads.models.draft import vocab_size
 from specheads.models.kinds import Heads
 from specheads.models.output import output_layer
 from specheads.system import hardware
+from specheads.system.terminal import progress_bar
 from specheads.verification.sampling import Sampler
 
 HF_TOKENS = 4  # of transformers' assistant where our own draft's length adapts itself
@@ -421,9 +422,8 @@ def benchmark(
     *,
     settings: Mapping[str, Any] | None = None,
     headline: str = "tree",
-    bar: Any = None,
 ) -> tuple[dict[str, Any], Clocked]:
-    """Clock ``methods`` at every temperature and batch size.
+    """Clock ``methods`` at every temperature and batch size, and show a bar meanwhile.
 
     Args:
         base: base model.
@@ -432,8 +432,6 @@ def benchmark(
         plan: temperatures, batch sizes and repeats.
         settings: more to record beside the figures.
         headline: the method whose figures are to be quoted.
-        bar: told which temperature and batch size comes next (``set_description``), and of every
-            decoded prompt (``update``).
 
     Returns:
         The content of bench.json; and the runs themselves.
@@ -441,13 +439,13 @@ def benchmark(
     before = hardware.environment(base.device)
     clocked = {}
     watched: list[dict[str, Any]] = []
-    how: dict[str, Any] = {"repeats": plan.repeats, "seed": plan.seed, "prefill": True}
-    how |= {} if bar is None else {"tick": bar.update}
-    for temperature in plan.temperatures:
-        for size in plan.batch_sizes:
-            if bar is not None:
-                bar.set_description(f"T={temperature:g}, batch {size}")
-            runs = clock(methods, prompts, temperature, batch_size=size, **how)
+    turns = [(temperature, size) for temperature in plan.temperatures for size in plan.batch_sizes]
+    texts = sum(size > 1 or not method.in_batches for _, size in turns for method in methods)
+    with progress_bar("text", total=texts * len(prompts) * plan.repeats) as bar:
+        how: dict[str, Any] = {"repeats": plan.repeats, "seed": plan.seed, "tick": bar.update}
+        for temperature, size in turns:
+            bar.set_description(f"T={temperature:g}, batch {size}")
+            runs = clock(methods, prompts, temperature, batch_size=size, prefill=True, **how)
             clocked[temperature, size] = runs
             watched.append(report.seen_beside(runs, temperature))
     # only now: the float32 copy that a divergence asks for would count as memory of the methods
