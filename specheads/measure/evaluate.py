@@ -67,9 +67,10 @@ def decode_all(
     methods = [contest.ours(), *(contest.ours(*each) for each in drafters.items())]
     budget, count, found = budget or Budget(), len(evaluate.temperatures), {}
     for number, temperature in enumerate(evaluate.temperatures):
-        tick = budget.part(1 / (count - number)).tick(LEAST * len(methods))
-        runs = clock(methods, prompts, temperature, repeats=1, seed=SEED, tick=tick)
-        found[f"t{temperature:g}"] = runs
+        part = budget.part(1 / (count - number))
+        found[f"t{temperature:g}"] = clock(
+            methods, prompts, temperature, repeats=1, seed=SEED, budget=part, least=LEAST
+        )
     return found
 
 
