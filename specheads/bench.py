@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from specheads.config import BenchConfig, ConfigError, RunError
 from specheads.config.main import answer, answers_json, hydra_main
+from specheads.system.errors import need
 from specheads.system.files import check_folder
 
 if TYPE_CHECKING:
@@ -122,14 +123,12 @@ def _announcement(plan: Plan) -> str:
 
 def _check_outputs(config: BenchConfig) -> None:
     """Refuse files that could not be written, before anything is measured."""
-    from specheads.measure.plots import check_plots
-
     for name in ("out", "steps", "report"):
         path = check_folder(name, getattr(config, name))
         if getattr(config, name) and path.is_dir():
             raise ConfigError(f"{name} is {path}, which is a folder")
     if config.report:
-        check_plots("report", config.report)
+        need("matplotlib", "plots", f"report={config.report}")
     if config.card:
         from specheads.decoding.exported import is_plain_model
         from specheads.formats import card
