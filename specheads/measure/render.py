@@ -21,7 +21,6 @@ from specheads.measure.rows import (
     failures,
     format_pairs,
     in_order,
-    is_static_tree,
 )
 from specheads.system.hardware import SHARE_LIMIT
 
@@ -400,12 +399,12 @@ def _meaning(method: str, drafter: str | None, nodes: int) -> str:
     """Return what a row is, in words."""
     if method in _MEANINGS:
         return _MEANINGS[method]
-    if is_static_tree(method):
+    rule = method.removeprefix("tree_")
+    if rule.isdecimal():
         return f"the export's heads in a static tree of {nodes} nodes"
     other, _, tree = method.partition("/")
     if tree in _MEANINGS:
         return f"{_MEANINGS[tree].replace('the export', other)}, other heads on the same base"
-    rule = method.removeprefix("tree_")
     if rule.startswith("lossy"):
         return f"tree, accepting by {rule}"
     return f"our loop with {drafter or 'no drafter'}, up to {nodes} nodes per step"
