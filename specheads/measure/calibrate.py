@@ -42,6 +42,7 @@ from specheads.measure.hits import (
     grow_nodes,
     static_gains,
 )
+from specheads.measure.render import estimate
 from specheads.measure.rows import DRIFT_LIMIT
 from specheads.models.checkpoint import read_config
 from specheads.models.forward import undisturbed
@@ -314,19 +315,16 @@ def format_calibration(measured_on: dict[str, Any], depth: int) -> str:
     lines = []
     checked = measured_on.get("measured", {})
     for name, kind in (("static", measured_on), ("dynamic", measured_on["dynamic"])):
-        low, high = kind["accept_length_ci95"]
         deep = f", depth {depth}" if name == "static" else ""
         lines.append(
-            f"{name}: {kind['num_nodes']} nodes{deep}, expected accept length "
-            f"{kind['accept_length']:.2f} (95%: {low:.2f} to {high:.2f}), "
-            f"{kind['speedup']:.2f}x plain decoding"
+            f"{name}: {kind['num_nodes']} nodes{deep}, expected accept length"
+            f" {estimate(kind, 'accept_length')}, {kind['speedup']:.2f}x plain decoding"
         )
         if came := checked.get(name):
-            low, high = came["accept_length_ci95"]
             lines.append(
-                f"  measured on {checked['num_prompts']} other prompts: "
-                f"{came['accept_length']:.2f} (95%: {low:.2f} to {high:.2f}), "
-                f"{came['relative_to_expected']:+.1%} from the expected"
+                f"  measured on {checked['num_prompts']} other prompts:"
+                f" {estimate(came, 'accept_length')},"
+                f" {came['relative_to_expected']:+.1%} from the expected"
             )
     if not checked:
         lines.append("not measured on other prompts: none were given")

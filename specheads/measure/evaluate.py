@@ -191,9 +191,7 @@ def conditional_acceptance(
             ends = text.finished and step == len(text.accept_lengths) - 1
             # head i was right where the step gained i + 2 tokens; it had the chance where the
             # head before it was right and the limit leaves room for as many
-            for i in range(min(length, left - 1, max_depth)):
-                if ends and i == length - 1:
-                    continue
+            for i in range(min(length - ends, left - 1, max_depth)):
                 tried[i] += 1
                 accepted[i] += length >= i + 2
             left -= length

@@ -42,8 +42,7 @@ def mean_accept_length(accept_lengths: Sequence[Sequence[int]]) -> float:
 
 
 def ratio_ci95(
-    numerators: Sequence[Sequence[float]],
-    denominators: Sequence[Sequence[float]],
+    numerators: Sequence[Sequence[float]], denominators: Sequence[Sequence[float]]
 ) -> tuple[float, float]:
     """Bootstrap over prompts the 95% interval of a product of ratios of sums.
 

@@ -38,7 +38,7 @@ from specheads.data.readers import json_lines
 from specheads.data.suites import Question, QuestionPrompts
 from specheads.decoding.generate import SpecDecoder
 from specheads.measure.clock import now
-from specheads.measure.render import Columns, figure, interval, make_table
+from specheads.measure.render import Columns, estimate, figure, interval, make_table
 from specheads.measure.rows import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
 from specheads.models.base import context_length, end_tokens, input_device
 from specheads.system.files import whole_file
@@ -645,12 +645,11 @@ _SCORES: Columns = {
 def format_scores(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the table: Spec-Bench's own figures on the left, corrected ones on the right."""
     overall = rows[-1]
-    low, high = overall["accept_length_ci95"]
     deep = ", ".join(f"{i}: {share:.2f}" for i, share in enumerate(overall["accepted_at"], 1))
     return (
         "Up to MAT by Spec-Bench's formula, then corrected: one rule for both\n"
         f"{make_table(rows, _SCORES).text()}\n"
-        f"Accept length {overall['accept_length']:.2f} (95%: {low:.2f} to {high:.2f})"
+        f"Accept length {estimate(overall, 'accept_length')}"
         + (f"; share of steps that accepted at least so many guesses: {deep}" if deep else "")
     )
 
