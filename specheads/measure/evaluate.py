@@ -39,7 +39,7 @@ from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, output_layer
 from specheads.runs.log import Outcome
-from specheads.system.files import whole_file
+from specheads.system.files import write_whole
 from specheads.verification.sampling import Sampler
 
 SEED = 0  # of what is drawn, in all runs alike, so that they differ by their weights only; bench's
@@ -190,7 +190,7 @@ def conditional_acceptance(
         for step, length in enumerate(text.accept_lengths):
             ends = text.finished and step == len(text.accept_lengths) - 1
             # head i was right where the step gained i + 2 tokens; it had the chance where the
-            # head before it was right and the limit leaves room for as many
+            # head before it was right and the limit leaves room for as many, but for the end's
             for i in range(min(length - ends, left - 1, max_depth)):
                 tried[i] += 1
                 accepted[i] += length >= i + 2
@@ -213,8 +213,7 @@ def write_prompts(path: Path, records: Sequence[dict[str, Any]]) -> None:
         seen.add(name)
         content = {key: record[key] for key in keys if key in record}
         lines.append(json.dumps({"id": name, "kind": record["kind"], **content}) + "\n")
-    with whole_file(path) as fresh:
-        fresh.write_text("".join(lines), encoding="utf-8")
+    write_whole(path, "".join(lines))
 
 
 def choose_tree(

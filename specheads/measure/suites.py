@@ -41,7 +41,7 @@ from specheads.measure.clock import now
 from specheads.measure.render import Columns, estimate, figure, interval, make_table
 from specheads.measure.rows import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
 from specheads.models.base import context_length, end_tokens, input_device
-from specheads.system.files import whole_file
+from specheads.system.files import write_whole
 from specheads.system.terminal import progress_bar
 
 Answer = dict[str, Any]  # a line of an answer file
@@ -97,8 +97,7 @@ class AnswerFile:
         if begun:
             self._check_settings(kept, settings)
         kept.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(kept) as fresh:
-            fresh.write_text(json.dumps(dict(settings), indent=1) + "\n")
+        write_whole(kept, json.dumps(dict(settings), indent=1) + "\n")
         for path in (self.path, self.details_path):
             # a run that was killed has left half a line behind the last line break
             if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
@@ -173,8 +172,7 @@ class AnswerFile:
         for path, rows in ((self.path, self.answers), (self.details_path, self.details)):
             if rows:
                 ordered = sorted(rows, key=lambda name: (isinstance(name, str), name))
-                with whole_file(path) as fresh:
-                    fresh.write_text("".join(json.dumps(rows[name]) + "\n" for name in ordered))
+                write_whole(path, "".join(json.dumps(rows[name]) + "\n" for name in ordered))
 
 
 def details_of(path: Path) -> Path:
