@@ -28,6 +28,7 @@ from specheads.attention.tree import Choice, Tree, grow_tree
 from specheads.config import EvaluateConfig, TreeConfig
 from specheads.decoding.costs import CostCurve, clock_steps, ratios, runner
 from specheads.drafters.contract import Drafter
+from specheads.drafters.growing import NUM_RANKS
 from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
 from specheads.measure.clock import Budget
 from specheads.measure.hits import (
@@ -278,7 +279,6 @@ def _summary(kind: Kind, plain: float, *, fixed: bool) -> dict[str, Any]:
 # assets/medusa_acc.csv of github.com/FasterDecoding/Medusa, version 0.1.
 PUBLISHED = ((0.560, 0.780), (0.316, 0.562), (0.201, 0.417), (0.147, 0.340), (0.118, 0.300))
 _SOURCE = "accuracies published for Medusa-1 heads of Vicuna-7B, guesses as if independent"
-_NUM_RANKS = 10
 _REPEATS = 3
 _NEW_TOKENS = 48  # per clocked text
 
@@ -364,7 +364,7 @@ def published_rates(num_heads: int) -> list[list[float]]:
                 low = factor
             else:
                 high = factor
-        rates.append([top1 * low**rank for rank in range(_NUM_RANKS)])
+        rates.append([top1 * low**rank for rank in range(NUM_RANKS)])
     return rates
 
 

@@ -29,8 +29,6 @@ Below = dict[Choice, list[tuple[Choice, float]]]  # node -> its children and the
 
 
 def _below(tree: Tree, acceptance: Sequence[float]) -> Below:
-    if len(acceptance) != len(tree.choices):
-        raise ValueError(f"{len(acceptance)} probabilities for {len(tree.choices)} choices")
     below: Below = {choice: [] for choice in ((), *tree.choices)}
     for choice, chance in zip(tree.choices, acceptance, strict=True):
         below[choice[:-1]].append((choice, chance))

@@ -502,11 +502,11 @@ def corrected(answers: Sequence[Answer], baseline: Sequence[Answer]) -> dict[str
         ``tokens_per_second``, ``tokens_per_second_baseline``, ``speedup`` and ``speedup_ci95``: the
         bootstrap interval over questions.
     """
-    ours, theirs = (
-        ([_sum(each, "new_tokens") for each in side], [_sum(each, "wall_time") for each in side])
-        for side in (answers, baseline)
-    )
-    return _speeds(ours, theirs)
+    return _speeds(_work(answers), _work(baseline))
+
+
+def _work(answers: Sequence[Answer]) -> Work:
+    return [_sum(each, "new_tokens") for each in answers], [_sum(a, "wall_time") for a in answers]
 
 
 def _speeds(ours: Work, theirs: Work) -> dict[str, Any]:
