@@ -14,12 +14,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.attention.tree import Tree, default_tree
-from specheads.config import ConfigError, EvaluateConfig, TreeConfig
+from specheads.config import ConfigError, EvaluateConfig
 from specheads.decoding.costs import clock_drafts, expected_tokens
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
@@ -27,10 +26,8 @@ from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.heads import static_drafter
 from specheads.drafters.length import FixedLength
 from specheads.measure.bench import Contest
-from specheads.measure.calibrate import Calibration, Search, calibrate
 from specheads.measure.clock import Budget, Prompt, Runs, clock, prompts_of
 from specheads.measure.drafts import Alpha, agreement
-from specheads.measure.hits import Texts
 from specheads.measure.plots import tree_svg
 from specheads.measure.rows import accept_length_ci95, mean_accept_length, rep8, speed, whole
 from specheads.models.base import end_tokens
@@ -214,24 +211,6 @@ def write_prompts(path: Path, records: Sequence[dict[str, Any]]) -> None:
         content = {key: record[key] for key in keys if key in record}
         lines.append(json.dumps({"id": name, "kind": record["kind"], **content}) + "\n")
     write_whole(path, "".join(lines))
-
-
-def choose_tree(
-    base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
-    texts: Texts,
-    tree: TreeConfig,
-    budget: Budget | None = None,
-) -> Calibration:
-    """Return the tree that the settings give, or the fastest one measured on ``texts``."""
-    if tree.choices:
-        return Calibration(Tree.from_choices(tree.choices), 0.0, {})
-    base.eval()
-    heads.eval()
-    search = Search(tree.num_nodes, budget=budget or Budget())
-    with torch.inference_mode():
-        return calibrate(base, heads, output, texts, search)
 
 
 def final_evaluation(
