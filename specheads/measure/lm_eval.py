@@ -85,15 +85,14 @@ class _Methods:
         device = str(given["device"] or "auto")
         if device.startswith("cuda") and not torch.cuda.is_available():
             device = "auto"  # lm-eval asks for a GPU where its user asked for nothing
-        place = hardware.pick_device(device)
-        hardware.quiet_loading()
-        hardware.pin_threads(None)
+        named = dtype_name("dtype", str(given["dtype"]), "auto")
+        place, dtype, _ = hardware.prepare(device, named)
         checkpoint, batch_size = export_of(str(given["checkpoint"])), str(given["batch_size"])
         self.decoder = SpecDecoder.from_pretrained(
             checkpoint,
             DecodeConfig(**{key: _typed(key, value) for key, value in decode.items()}),
             base=str(given["base"]),
-            dtype=hardware.pick_dtype(dtype_name("dtype", str(given["dtype"]), "auto"), place),
+            dtype=dtype,
             device=place,
         )
         assert self.decoder.tokenizer is not None
