@@ -45,7 +45,6 @@ from specheads.measure.clock import Batch, Method, Prompt, clock
 from specheads.measure.hits import Texts, collect_hits, grow_static
 from specheads.measure.identity import Noise, Rounding, compare
 from specheads.measure.render import disturbance_lines
-from specheads.measure.rows import Clocked
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import vocab_size
@@ -422,7 +421,7 @@ def benchmark(
     *,
     settings: Mapping[str, Any] | None = None,
     headline: str = "tree",
-) -> tuple[dict[str, Any], Clocked]:
+) -> tuple[dict[str, Any], report.Clocked]:
     """Clock ``methods`` at every temperature and batch size, and show a bar meanwhile.
 
     Args:
@@ -473,7 +472,7 @@ def make_rows(
     base: PreTrainedModel,
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
-    clocked: Clocked,
+    clocked: report.Clocked,
     *,
     seed: int = 0,
     most_texts: int = 0,

@@ -26,7 +26,6 @@ from specheads.decoding.result import DecodedRow
 from specheads.models.base import context_length
 from specheads.system import hardware
 from specheads.system.files import tinycode_dir
-from specheads.system.hardware import peak_memory
 
 T = TypeVar("T")
 
@@ -229,9 +228,9 @@ def clock(
         # where passes are compiled, a shape met for the first time takes seconds: meet all now
         for batch in batches if any(each.compiled for each in methods) else batches[-1:]:
             method.decode(batch, temperature, seed + batch.first)
-        peak_memory(device, reset=True)
+        hardware.peak_memory(device, reset=True)
         method.decode(batches[0], temperature, seed)
-        runs[method.name].peak_memory = peak_memory(device)
+        runs[method.name].peak_memory = hardware.peak_memory(device)
     started = hardware.sample()
     for repeat in range(repeats):
         for of in runs.values():
