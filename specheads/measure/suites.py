@@ -613,28 +613,24 @@ def score(
     return rows
 
 
-def _times(speeds: Mapping[str, Any] | None) -> str:
-    return figure(speeds["speedup"] if speeds else None, ".2fx", "-")
+def _speed(speeds: Mapping[str, Any] | None, key: str = "speedup", form: str = ".2fx") -> str:
+    return figure(speeds[key] if speeds else None, form, "-")
 
 
 def _bounds(speeds: Mapping[str, Any] | None) -> str:
     return interval(speeds["speedup_ci95"]) if speeds else "-"
 
 
-def _of_formula(row: Mapping[str, Any], key: str) -> str:
-    return figure(row["published"] and row["published"][key], ".1f", "-")
-
-
 _SCORES: Columns = {
     "task": lambda row: str(row["task"]),
     "n": lambda row: str(row["num_questions"]),
-    "tok/s": lambda row: _of_formula(row, "tokens_per_second"),
-    "base": lambda row: _of_formula(row, "tokens_per_second_baseline"),
-    "speed-up": lambda row: _times(row["published"]),
+    "tok/s": lambda row: _speed(row["published"], "tokens_per_second", ".1f"),
+    "base": lambda row: _speed(row["published"], "tokens_per_second_baseline", ".1f"),
+    "speed-up": lambda row: _speed(row["published"]),
     "MAT": lambda row: f"{row['accept_length']:.2f}",
-    "corrected": lambda row: _times(row["corrected"]),
+    "corrected": lambda row: _speed(row["corrected"]),
     "95%": lambda row: _bounds(row["corrected"]),
-    "decode": lambda row: _times(row["decode_only"]),
+    "decode": lambda row: _speed(row["decode_only"]),
     "decode 95%": lambda row: _bounds(row["decode_only"]),
     "same": lambda row: f"{row['identical']}/{row['compared']}" if row["corrected"] else "-",
 }
