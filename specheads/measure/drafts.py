@@ -281,8 +281,7 @@ class Prospect:
     @property
     def num_tokens(self) -> int:
         """The draft length that promises most."""
-        predicted = [row["predicted"] for row in self.lengths]
-        return 1 + predicted.index(max(predicted))
+        return int(max(self.lengths, key=lambda row: float(row["predicted"]))["num_tokens"])
 
 
 def compare_drafts(
