@@ -54,24 +54,14 @@ def run(config: QualityConfig) -> None:
     texts = lossy = None
     with progress_bar("text", total=len(documents) + rounds * len(prompts), leave=False) as bar:
         readings = quality.read_answers(base, original, documents, bar.update)
+        how: dict[str, Any] = {"max_new_tokens": limit, "eos_token_ids": eos, "tick": bar.update}
         if original is not None and prompts:
-            texts = quality.greedy_agreement(
-                base, original, prompts, max_new_tokens=limit, eos=eos, tick=bar.update
-            )
+            texts = quality.greedy_agreement(base, original, prompts, **how)
         if not rule.lossless and prompts:
             drafter = choose_drafter(subject, config.decode).drafter
-            lossy = quality.lossy_cost(
-                base,
-                drafter,
-                rule,
-                prompts,
-                temperature=config.temperature,
-                seed=config.seed,
-                tick=bar.update,
-                max_new_tokens=limit,
-                eos_token_ids=eos,
-                compile=config.decode.compile,
-            )
+            how |= {"temperature": config.temperature, "seed": config.seed}
+            how["compile"] = config.decode.compile
+            lossy = quality.lossy_cost(base, drafter, rule, prompts, **how)
     machine = environment(base.device)
     result: dict[str, Any] = {
         "environment": machine,

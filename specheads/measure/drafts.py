@@ -391,18 +391,12 @@ def prospects(
         max_new_tokens=min(limit, _CLOCK_TOKENS),
         repeats=config.repeats,
     )
+    how: dict[str, Any] = {"max_new_tokens": limit, "eos_token_ids": eos_token_ids}
+    how |= {"temperature": config.temperature, "seed": config.seed}
     found = {}
     for name, draft in drafts.items():
         bar.set_description(f"alpha of {name}")
-        alpha = measure_alpha(
-            base,
-            draft,
-            texts,
-            max_new_tokens=limit,
-            temperature=config.temperature,
-            seed=config.seed,
-            eos_token_ids=eos_token_ids,
-        )
+        alpha = measure_alpha(base, draft, texts, **how)
         rows = predictions(alpha, costs[name], config.max_tokens)
         found[name] = Prospect(alpha, costs[name], rows)
     return found

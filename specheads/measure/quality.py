@@ -213,20 +213,25 @@ def greedy_agreement(
     original: PreTrainedModel,
     prompts: Sequence[Prompt],
     *,
-    max_new_tokens: int,
-    eos: tuple[int, ...],
     tick: Tick = lambda: None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Let both models continue the same prompts greedily, and compare the texts.
+
+    Args:
+        base: base model.
+        original: what it was tuned from.
+        prompts: continued.
+        tick: called after every prompt.
+        **settings: of the loop: ``max_new_tokens``, ``eos_token_ids``.
 
     Returns:
         What :func:`agreement` does.
     """
-    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_ids": eos}
     ours, theirs = [], []
     for prompt in prompts:
-        ours.append(plain_decode(base, prompt.input_ids, **how).new_tokens)
-        theirs.append(plain_decode(original, prompt.input_ids, **how).new_tokens)
+        ours.append(plain_decode(base, prompt.input_ids, **settings).new_tokens)
+        theirs.append(plain_decode(original, prompt.input_ids, **settings).new_tokens)
         tick()
     return agreement(ours, theirs)
 
