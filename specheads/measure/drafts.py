@@ -177,16 +177,11 @@ def measure_alpha(
         seed: prompt n is continued with ``seed + n``.
         eos_token_ids: tokens that end a text.
     """
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_ids": eos_token_ids}
     texts = []
     for n, prompt in enumerate(prompts):
         sampler = Sampler(temperature=temperature, seed=seed + n)
-        tokens = plain_decode(
-            base,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            sampler=sampler,
-            eos_token_ids=eos_token_ids,
-        ).new_tokens
+        tokens = plain_decode(base, prompt, sampler=sampler, **how).new_tokens
         texts.append(agreement(base, draft, prompt, tokens, sampler, max_new_tokens - 1))
     return Alpha(texts)
 
