@@ -120,21 +120,15 @@ class Contest:
             seeded = lossless and drafter.deterministic
             kind = kind or type(drafter).__name__.removesuffix("Drafter").lower()
 
+        loop: dict[str, Any] = {"eos_token_ids": self.eos, "acceptance": rule}
+        loop |= {"compile": self.compile, "same_rounding": self.same_rounding}
+
         def run(
             batch: Batch, temperature: float, seed: int, limit: int = self.max_new_tokens
         ) -> list[DecodedRow]:
-            result = decode(
-                self.base,
-                drafter,
-                batch.input_ids,
-                attention_mask=batch.attention_mask,
-                max_new_tokens=limit,
-                sampler=Sampler(temperature=temperature, seed=seed),
-                eos_token_ids=self.eos,
-                acceptance=rule,
-                compile=self.compile,
-                same_rounding=self.same_rounding,
-            )
+            own = {"attention_mask": batch.attention_mask, "max_new_tokens": limit}
+            sampler = Sampler(temperature=temperature, seed=seed)
+            result = decode(self.base, drafter, batch.input_ids, sampler=sampler, **own, **loop)
             return list(result.rows)
 
         return Method(

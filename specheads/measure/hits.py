@@ -178,18 +178,13 @@ class Texts:
             drafter: proposes; None decodes plainly.
             progress: wraps the batches of prompts, to show a bar.
         """
+        how: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
+        how["eos_token_ids"] = tuple(self.eos_token_ids)
         for first in progress(range(0, len(self.prompts), ROWS)):
-            input_ids, attention_mask = pad_left(self.prompts[first : first + ROWS])
+            input_ids, mask = pad_left(self.prompts[first : first + ROWS])
             for temperature in self.temperatures:
-                result = decode(
-                    base,
-                    drafter,
-                    input_ids,
-                    attention_mask=attention_mask,
-                    max_new_tokens=self.max_new_tokens,
-                    sampler=Sampler(temperature=temperature, seed=self.seed + first),
-                    eos_token_ids=tuple(self.eos_token_ids),
-                )
+                how["sampler"] = Sampler(temperature=temperature, seed=self.seed + first)
+                result = decode(base, drafter, input_ids, attention_mask=mask, **how)
                 for number, row in enumerate(result.rows, start=first):
                     yield number, temperature, row
 

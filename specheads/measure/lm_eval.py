@@ -88,12 +88,9 @@ class _Methods:
         named = dtype_name("dtype", str(given["dtype"]), "auto")
         place, dtype, _ = hardware.prepare(device, named)
         checkpoint, batch_size = export_of(str(given["checkpoint"])), str(given["batch_size"])
+        chosen = DecodeConfig(**{key: _typed(key, value) for key, value in decode.items()})
         self.decoder = SpecDecoder.from_pretrained(
-            checkpoint,
-            DecodeConfig(**{key: _typed(key, value) for key, value in decode.items()}),
-            base=str(given["base"]),
-            dtype=dtype,
-            device=place,
+            checkpoint, chosen, base=str(given["base"]), dtype=dtype, device=place
         )
         assert self.decoder.tokenizer is not None
         self.base, self.tokenizer = self.decoder.base, self.decoder.tokenizer

@@ -254,16 +254,12 @@ def answer(
         ConfigError: if the chat template refuses the conversation.
     """
     turns: list[Turn] = []
+    drawn: dict[str, Any] = {"temperature": config.temperature, "seed": config.seed + number}
     for i in range(len(question.turns)):
         ids = prompts.ids(question, [turn.text for turn in turns])
-        _, turn = decode_turn(
-            decoder,
-            torch.tensor([ids], device=input_device(decoder.base)),
-            min(config.max_new_tokens, _room(decoder, ids, f"{question.id}, turn {i}")),
-            temperature=config.temperature,
-            seed=config.seed + number,
-        )
-        turns.append(turn)
+        limit = min(config.max_new_tokens, _room(decoder, ids, f"{question.id}, turn {i}"))
+        input_ids = torch.tensor([ids], device=input_device(decoder.base))
+        turns.append(decode_turn(decoder, input_ids, limit, **drawn)[1])
     return turns
 
 
