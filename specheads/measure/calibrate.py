@@ -45,7 +45,7 @@ from specheads.measure.hits import (
 )
 from specheads.measure.render import estimate
 from specheads.measure.rows import DRIFT_LIMIT
-from specheads.models.checkpoint import read_config
+from specheads.models.checkpoint import Export, read_config
 from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, output_layer
@@ -465,29 +465,20 @@ def describe_expected(
 
 
 def check_expected(
-    base: PreTrainedModel,
-    heads: Heads,
-    tree: Tree,
-    measured_on: Mapping[str, Any],
-    unseen: Texts,
-    *,
-    progress: Callable[[str], Progress],
+    export: Export, found: Calibration, unseen: Texts, progress: Callable[[str], Progress]
 ) -> dict[str, dict[str, Any]]:
     """Decode prompts that were not calibrated on, and compare accept lengths with the expected.
 
     Args:
-        base: base model.
-        heads: its heads.
-        tree: the static tree that was found.
-        measured_on: what :func:`calibrate` found, with the size of grown trees if it looked at any.
+        export: base model and heads.
+        found: what :func:`calibrate` did, with the size of grown trees if it looked at any.
         unseen: the prompts, and how they are continued.
         progress: from a drafter's name to what shows a bar.
     """
-    output = output_layer(base)
-    drafters: dict[str, tuple[Drafter, float]] = {
-        "static": (static_drafter(base, heads, output, tree), measured_on["accept_length"])
-    }
-    if grown := measured_on.get("dynamic"):
+    base, heads, output = export.base, export.heads, output_layer(export.base)
+    static = static_drafter(base, heads, output, found.tree)
+    drafters: dict[str, tuple[Drafter, float]] = {"static": (static, found.expected_accept_length)}
+    if grown := found.measured_on.get("dynamic"):
         nodes, scales = grown["num_nodes"], grown["temperatures"]
         growing = dynamic_drafter(base, heads, output, nodes, temperatures=scales)
         drafters["dynamic"] = growing, grown["accept_length"]

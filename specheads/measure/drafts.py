@@ -377,16 +377,12 @@ def prospects(
     """Clock all draft models in turn, measure alpha of each, and predict."""
     bar.set_description("clock steps")
     texts, limit = [prompt.input_ids for prompt in prompts], config.max_new_tokens
-    costs = clock_drafts(
-        base,
-        {name: partial(_chain, config, draft) for name, draft in drafts.items()},
-        sorted(texts, key=lambda ids: ids.shape[1])[len(texts) // 2],
-        max_tokens=config.max_tokens,
-        temperature=config.temperature,
-        max_new_tokens=min(limit, _CLOCK_TOKENS),
-        repeats=config.repeats,
-    )
-    how: dict[str, Any] = {"max_new_tokens": limit, "eos_token_ids": eos_token_ids}
+    makes = {name: partial(_chain, config, draft) for name, draft in drafts.items()}
+    middle = sorted(texts, key=lambda ids: ids.shape[1])[len(texts) // 2]
+    how: dict[str, Any] = {"max_new_tokens": min(limit, _CLOCK_TOKENS), "repeats": config.repeats}
+    how |= {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    costs = clock_drafts(base, makes, middle, **how)
+    how = {"max_new_tokens": limit, "eos_token_ids": eos_token_ids}
     how |= {"temperature": config.temperature, "seed": config.seed}
     found = {}
     for name, draft in drafts.items():

@@ -441,15 +441,10 @@ def describe_costs_of_drafting(
         prompt: [1, P], continued by both.
         evaluate: how many new tokens.
     """
+    makes = {"draft": lambda n: DraftModelDrafter(draft, FixedLength(n))}
+    how = {"max_tokens": NUM_TOKENS, "max_new_tokens": evaluate.max_new_tokens, "repeats": 2}
     with undisturbed(base, draft):
-        costs = clock_drafts(
-            base,
-            {"draft": lambda n: DraftModelDrafter(draft, FixedLength(n))},
-            prompt,
-            max_tokens=NUM_TOKENS,
-            max_new_tokens=evaluate.max_new_tokens,
-            repeats=2,
-        )["draft"]
+        costs = clock_drafts(base, makes, prompt, **how)["draft"]
 
     def best(alpha: float) -> float:
         lengths = range(1, NUM_TOKENS + 1)
