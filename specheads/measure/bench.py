@@ -79,17 +79,17 @@ class Contest:
     same_rounding: bool = False
 
     @staticmethod
-    def of(
-        subject: Subject | Export,
-        max_new_tokens: int,
-        *,
-        compile: bool = False,
-        same_rounding: bool = False,
-    ) -> Contest:
-        """Return the contest on a model that was loaded."""
+    def of(subject: Subject | Export, max_new_tokens: int, **settings: bool) -> Contest:
+        """Return the contest on a model that was loaded.
+
+        Args:
+            subject: has the base model and its tokenizer.
+            max_new_tokens: limit per prompt.
+            **settings: ``compile`` and ``same_rounding``.
+        """
         base, tokenizer = subject.base, subject.tokenizer
         eos, pad = end_tokens(base, tokenizer), tokenizer.pad_token_id
-        return Contest(base, eos, pad, max_new_tokens, compile, same_rounding)
+        return Contest(base, eos, pad, max_new_tokens, **settings)
 
     def ours(
         self,
