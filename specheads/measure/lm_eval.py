@@ -39,6 +39,7 @@ NAME = "specheads"
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _OTHERS = ("repetition_penalty", "no_repeat_ngram_size")
+Plan = tuple[int, list[str], dict[str, Any]]  # limit, stop strings, sampling
 _UNLIMITED = 1 << 20  # context of a model that does not say
 # what --model_args may name beside the keys of decode
 _ARGUMENTS = {
@@ -158,7 +159,7 @@ class _Methods:
             for _, alike in groupby(order, lambda n: repr(plans[n])):
                 every = sorted(alike)
                 plan = plans[every[0]]
-                sampled = bool(plan["settings"]["temperature"])
+                sampled = bool(plan[2]["temperature"])
                 for numbers in _batches(every, self._batch_size, sampled=sampled):
                     contexts = [asked[n][0] for n in numbers]
                     continued = self._generate(contexts, plan, self._seed + numbers[0])
@@ -252,8 +253,8 @@ class _Methods:
         log_probs, best = log_likelihood(logits_at(self.base, ids[:-1], places), after)
         return float(log_probs.double().sum()), bool(best.all())
 
-    def _generate(self, contexts: Sequence[str], plan: dict[str, Any], seed: int) -> list[str]:
-        limit, until = plan["limit"], plan["until"]
+    def _generate(self, contexts: Sequence[str], plan: Plan, seed: int) -> list[str]:
+        limit, until, settings = plan
         room = self._max_length - limit
         if room < 1:
             raise ConfigError(
@@ -274,7 +275,7 @@ class _Methods:
             seed=seed,
             eos_token_id=list(self._eos) or None,
             pad_token_id=pad if isinstance(pad, int) else 0,
-            **plan["settings"],
+            **settings,
         )
         self._lengths += [length for row in result.rows for length in row.accept_lengths]
         tokens = [row.new_tokens for row in result.rows]
@@ -315,7 +316,7 @@ def _batches(numbers: Sequence[int], size: int, *, sampled: bool) -> Iterator[Se
         yield from (run[i : i + size] for i in range(0, len(run), size))
 
 
-def _plan(settings: Mapping[str, Any], max_gen_toks: int) -> dict[str, Any]:
+def _plan(settings: Mapping[str, Any], max_gen_toks: int) -> Plan:
     """Return limit, stop strings and sampling of one request."""
     given = dict(settings)
     limits = [int(given.pop(key)) for key in _LIMITS if given.get(key) is not None]
@@ -333,11 +334,7 @@ def _plan(settings: Mapping[str, Any], max_gen_toks: int) -> dict[str, Any]:
     chosen |= {key: given[key] for key in _OTHERS if given.get(key) is not None}
     if unknown := sorted(given.keys() - {*_LIMITS, *_SAMPLING, *_OTHERS}):
         raise ConfigError(f"a task asks generation for {unknown[0]}, which this decoder has not")
-    return {
-        "limit": limits[0] if limits else max_gen_toks,
-        "until": [term for term in until if term],
-        "settings": chosen,
-    }
+    return limits[0] if limits else max_gen_toks, [term for term in until if term], chosen
 
 
 def _typed(key: str, value: Any) -> Any:

@@ -141,11 +141,8 @@ class AnswerFile:
         rows = [asdict(turn) for turn in turns]
         of = {key: [row[key] for row in rows] for key in rows[0]}
         beside = ("prefill_time", "num_emitted", "num_prompt_tokens", "limit")
-        details = {
-            "question_id": question.id,
-            "question": question_digest(question),
-            **{key: of[key] for key in beside},
-        }
+        about: dict[str, Any] = {"question_id": question.id}
+        details = about | {"question": question_digest(question)} | {key: of[key] for key in beside}
         choice = {
             "index": 0,
             "turns": of["text"],
@@ -155,7 +152,7 @@ class AnswerFile:
             "accept_lengths": list(chain.from_iterable(of["accept_lengths"])),
         }
         answer = {
-            "question_id": question.id,
+            **about,
             "category": question.category,
             "answer_id": uuid.uuid4().hex,
             "model_id": self.model_id,
