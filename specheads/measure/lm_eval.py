@@ -158,8 +158,8 @@ class _Methods:
             order = sorted(range(len(asked)), key=lambda n: repr(plans[n]))
             for _, alike in groupby(order, lambda n: repr(plans[n])):
                 every = sorted(alike)
-                plan = plans[every[0]]
-                sampled = bool(plan[2]["temperature"])
+                _, _, drawn = plan = plans[every[0]]
+                sampled = bool(drawn["temperature"])
                 for numbers in _batches(every, self._batch_size, sampled=sampled):
                     contexts = [asked[n][0] for n in numbers]
                     continued = self._generate(contexts, plan, self._seed + numbers[0])
