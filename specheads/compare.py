@@ -31,7 +31,7 @@ def run(config: CompareConfig) -> None:
     from specheads.decoding.exported import load_subject
     from specheads.measure.drafts import compare_drafts, format_compared, sampling_of
     from specheads.measure.render import disturbance_lines
-    from specheads.models.base import end_tokens, input_device
+    from specheads.models.base import input_device
     from specheads.models.draft import load_draft
     from specheads.system import hardware
 
@@ -42,13 +42,11 @@ def run(config: CompareConfig) -> None:
     _check_tokenizers(config)
     subject = load_subject(config.model, dtype=dtype, device=device, trust_remote_code=trust)
     prompts, measured, digests = chosen_prompts(config, subject)
-    base, tokenizer = subject.base, subject.tokenizer
-    options: dict[str, Any] = {"tokenizer": tokenizer, "where": "candidates", "dtype": dtype}
-    options |= {"device": input_device(base), "trust_remote_code": trust}
+    options: dict[str, Any] = {"tokenizer": subject.tokenizer, "where": "candidates"}
+    options |= {"dtype": dtype, "device": input_device(subject.base), "trust_remote_code": trust}
     drafts = {name: load_draft(name, **options) for name in config.candidates}
     before = hardware.environment(device)
-    eos = end_tokens(base, tokenizer)
-    found = compare_drafts(base, drafts, prompts, measured, config, eos)
+    found = compare_drafts(subject, drafts, prompts, measured, config)
     shown = {**asdict(config), **digests, "threads": threads}
     shown |= {"dtype": str(dtype).removeprefix("torch."), "sampling": sampling_of(config)}
     place = before | found.pop("disturbance")

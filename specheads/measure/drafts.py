@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from specheads.config import CompareConfig
 from specheads.decoding.costs import DraftCosts, clock_drafts, expected_tokens, leviathan_speedup
-from specheads.decoding.exported import num_parameters
+from specheads.decoding.exported import Subject, num_parameters
 from specheads.decoding.loop import plain_decode
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
@@ -280,22 +280,20 @@ class Prospect:
 
 
 def compare_drafts(
-    base: PreTrainedModel,
+    subject: Subject,
     drafts: Mapping[str, PreTrainedModel],
     prompts: Sequence[Prompt],
     measured: Sequence[Prompt],
     config: CompareConfig,
-    eos_token_ids: tuple[int, ...],
 ) -> dict[str, Any]:
     """Predict on ``prompts``, measure on ``measured``; return the body of compare.json.
 
     Args:
-        base: base model, in eval mode.
+        subject: base model, in eval mode, and tokenizer.
         drafts: draft models by name, with the base's tokenizer.
         prompts: to measure alpha and costs on.
         measured: others, to measure speed-ups on.
         config: lengths, temperature, repeats and seed; prompt n is continued with ``seed + n``.
-        eos_token_ids: tokens that end a text.
 
     Returns:
         ``disturbance`` (see :func:`specheads.measure.rows.disturbance`; of the steps that were
@@ -304,11 +302,11 @@ def compare_drafts(
         name, or None) and ``advice`` (lines).
     """
     limit, heat, repeats = config.max_new_tokens, config.temperature, config.repeats
-    contest = Contest(base, eos_token_ids, None, limit)
+    contest = Contest.of(subject, limit)
     methods = [contest.ours()]
     with progress_bar("text", total=(len(drafts) + 1) * len(measured) * repeats) as bar:
         begun = hardware.sample()
-        found = prospects(base, drafts, prompts, config, eos_token_ids, bar)
+        found = prospects(contest, drafts, prompts, config, bar)
         predicted = hardware.sample()
         bar.set_description("measure")
         for i, (name, each) in enumerate(found.items()):
@@ -318,7 +316,7 @@ def compare_drafts(
         runs = clock(methods, measured, heat, tick=bar.update, **how)
     plain = runs["plain"]
     clocking = {"temperature": heat, "batch": 1, **hardware.between(begun, predicted)}
-    size = num_parameters(base)
+    size = num_parameters(subject.base)
     candidates = []
     for i, (name, each) in enumerate(found.items()):
         own = num_parameters(drafts[name])
@@ -367,27 +365,26 @@ def _candidate(prospect: Prospect, runs: Runs, plain: Runs, limit: int) -> dict[
 
 
 def prospects(
-    base: PreTrainedModel,
+    contest: Contest,
     drafts: Mapping[str, PreTrainedModel],
     prompts: Sequence[Prompt],
     config: CompareConfig,
-    eos_token_ids: tuple[int, ...],
     bar: Any,
 ) -> dict[str, Prospect]:
     """Clock all draft models in turn, measure alpha of each, and predict."""
     bar.set_description("clock steps")
-    texts, limit = [prompt.input_ids for prompt in prompts], config.max_new_tokens
+    texts, limit = [prompt.input_ids for prompt in prompts], contest.max_new_tokens
     makes = {name: partial(_chain, config, draft) for name, draft in drafts.items()}
     middle = sorted(texts, key=lambda ids: ids.shape[1])[len(texts) // 2]
     how: dict[str, Any] = {"max_new_tokens": min(limit, _CLOCK_TOKENS), "repeats": config.repeats}
     how |= {"temperature": config.temperature, "max_tokens": config.max_tokens}
-    costs = clock_drafts(base, makes, middle, **how)
-    how = {"max_new_tokens": limit, "eos_token_ids": eos_token_ids}
+    costs = clock_drafts(contest.base, makes, middle, **how)
+    how = {"max_new_tokens": limit, "eos_token_ids": contest.eos}
     how |= {"temperature": config.temperature, "seed": config.seed}
     found = {}
     for name, draft in drafts.items():
         bar.set_description(f"alpha of {name}")
-        alpha = measure_alpha(base, draft, texts, **how)
+        alpha = measure_alpha(contest.base, draft, texts, **how)
         rows = predictions(alpha, costs[name], config.max_tokens)
         found[name] = Prospect(alpha, costs[name], rows)
     return found
