@@ -14,7 +14,7 @@ the base model's own. In Python: ``register()``, or ``SpecheadsLM`` of this modu
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import groupby
 from typing import Any
@@ -120,12 +120,8 @@ class _Methods:
         Raises:
             ValueError: for a continuation that is no token, or longer than the context.
         """
-
-        def score(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[int, tuple[float, bool]]]:
-            for n, pair in enumerate(pairs):
-                yield n, self._score(*self._split(*pair))
-
-        return self._run("loglikelihood", requests, disable_tqdm, score)
+        scores = (self._score(*self._split(*request.args)) for request in requests)
+        return self._run("loglikelihood", requests, disable_tqdm, enumerate(scores))
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -134,14 +130,8 @@ class _Methods:
 
         Every token is predicted once; the last window reaches back as far as it can.
         """
-
-        def score(asked: Sequence[tuple[str]]) -> Iterator[tuple[int, float]]:
-            for n, (text,) in enumerate(asked):
-                ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-                windows = rolling_windows(ids, self._first_token(), self._max_length)
-                yield n, sum(self._score(before, after)[0] for before, after in windows)
-
-        return self._run("loglikelihood_rolling", requests, disable_tqdm, score)
+        scores = (self._score_whole(*request.args) for request in requests)
+        return self._run("loglikelihood_rolling", requests, disable_tqdm, enumerate(scores))
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue contexts with the drafter, each as its settings say.
@@ -153,7 +143,8 @@ class _Methods:
             ConfigError: for settings that this decoder does not have.
         """
 
-        def write(asked: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[int, str]]:
+        def write() -> Iterator[tuple[int, str]]:
+            asked = [request.args for request in requests]
             plans = [_plan(settings, self._max_gen_toks) for _, settings in asked]
             order = sorted(range(len(asked)), key=lambda n: repr(plans[n]))
             for _, alike in groupby(order, lambda n: repr(plans[n])):
@@ -165,7 +156,7 @@ class _Methods:
                     continued = self._generate(contexts, plan, self._seed + numbers[0])
                     yield from zip(numbers, continued, strict=True)
 
-        return self._run("generate_until", requests, disable_tqdm, write)
+        return self._run("generate_until", requests, disable_tqdm, write())
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -202,19 +193,13 @@ class _Methods:
         return {**self._about, "accept_length": mean, "num_steps": steps}
 
     def _run(
-        self,
-        kind: str,
-        requests: Sequence[Any],
-        quiet: bool,
-        ask: Callable[[Sequence[Any]], Iterator[tuple[int, Any]]],
+        self, kind: str, requests: Sequence[Any], quiet: bool, numbered: Iterable[tuple[int, Any]]
     ) -> list[Any]:
-        """Return the answers to all requests; ``ask`` yields them with their numbers."""
-        asked = [request.args for request in requests]
-        bar = tqdm(ask(asked), total=len(asked), unit="request", disable=quiet or None)
-        found = dict(bar)
-        for number, request in enumerate(asked):
-            self.cache_hook.add_partial(kind, request, found[number])  # type: ignore[attr-defined]
-        return [found[number] for number in range(len(asked))]
+        """Return the answers to all requests, which come with the requests' numbers."""
+        found = dict(tqdm(numbered, total=len(requests), unit="request", disable=quiet or None))
+        for number, request in enumerate(requests):
+            self.cache_hook.add_partial(kind, request.args, found[number])  # type: ignore[attr-defined]
+        return [found[number] for number in range(len(requests))]
 
     def encode(self, text: str) -> list[int]:
         """Return a text's ids, with what the tokenizer puts before it unless the text has it."""
@@ -252,6 +237,11 @@ class _Methods:
         places = list(range(len(ids) - len(after) - 1, len(ids) - 1))
         log_probs, best = log_likelihood(logits_at(self.base, ids[:-1], places), after)
         return float(log_probs.double().sum()), bool(best.all())
+
+    def _score_whole(self, text: str) -> float:
+        ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        windows = rolling_windows(ids, self._first_token(), self._max_length)
+        return sum(self._score(before, after)[0] for before, after in windows)
 
     def _generate(self, contexts: Sequence[str], plan: Plan, seed: int) -> list[str]:
         limit, until, settings = plan
