@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from specheads.config import BenchConfig, ConfigError, RunError
 from specheads.config.main import answer, answers_json, hydra_main
+from specheads.system.errors import need
 from specheads.system.files import check_folder
-from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
     from specheads.measure.bench import Plan
@@ -86,12 +86,9 @@ def run(config: BenchConfig) -> None:
         "decode": asdict(decode),
     }
     quoted = bench.quoted_method(export, decode, asked)
-    per_text = sum(size > 1 or not method.in_batches for size in sizes for method in methods)
-    total = per_text * len(prompts) * len(temperatures) * config.repeats
-    with progress_bar("text", total=total) as bar:
-        result, clocked = bench.benchmark(
-            base, methods, prompts, plan, settings=settings, headline=quoted, bar=bar
-        )
+    result, clocked = bench.benchmark(
+        base, methods, prompts, plan, settings=settings, headline=quoted
+    )
     out = Path(config.out)
     out.write_text(json.dumps(result, indent=1) + "\n")  # whatever comes of what follows
     print(bench_text(result))
@@ -126,14 +123,12 @@ def _announcement(plan: Plan) -> str:
 
 def _check_outputs(config: BenchConfig) -> None:
     """Refuse files that could not be written, before anything is measured."""
-    from specheads.measure.plots import check_plots
-
     for name in ("out", "steps", "report"):
         path = check_folder(name, getattr(config, name))
         if getattr(config, name) and path.is_dir():
             raise ConfigError(f"{name} is {path}, which is a folder")
     if config.report:
-        check_plots("report", config.report)
+        need("matplotlib", "plots", f"report={config.report}")
     if config.card:
         from specheads.decoding.exported import is_plain_model
         from specheads.formats import card

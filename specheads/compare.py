@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from specheads.config import CompareConfig, ConfigError
 from specheads.config.main import answer, answers_json, hydra_main
 from specheads.system.files import check_folder
-from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
     from specheads.decoding.exported import Subject
@@ -30,9 +29,9 @@ def run(config: CompareConfig) -> None:
     import json
 
     from specheads.decoding.exported import load_subject
-    from specheads.measure.drafts import Settings, compare_drafts, format_compared
+    from specheads.measure.drafts import compare_drafts, format_compared, sampling_of
     from specheads.measure.render import disturbance_lines
-    from specheads.models.base import end_tokens, input_device
+    from specheads.models.base import input_device
     from specheads.models.draft import load_draft
     from specheads.system import hardware
 
@@ -43,21 +42,13 @@ def run(config: CompareConfig) -> None:
     _check_tokenizers(config)
     subject = load_subject(config.model, dtype=dtype, device=device, trust_remote_code=trust)
     prompts, measured, digests = chosen_prompts(config, subject)
-    base, tokenizer = subject.base, subject.tokenizer
-    options: dict[str, Any] = {"tokenizer": tokenizer, "where": "candidates", "dtype": dtype}
-    options |= {"device": input_device(base), "trust_remote_code": trust}
+    options: dict[str, Any] = {"tokenizer": subject.tokenizer, "where": "candidates"}
+    options |= {"dtype": dtype, "device": input_device(subject.base), "trust_remote_code": trust}
     drafts = {name: load_draft(name, **options) for name in config.candidates}
-    names = ("max_new_tokens", "temperature", "max_tokens", "repeats", "seed")
-    chosen = {name: getattr(config, name) for name in names}
-    settings = Settings(eos_token_ids=end_tokens(base, tokenizer), **chosen)
     before = hardware.environment(device)
-    total = (len(drafts) + 1) * len(measured) * config.repeats
-    with progress_bar("text", total=total) as bar:
-        found = compare_drafts(
-            base, drafts, prompts, measured, settings, progress=bar.set_description, tick=bar.update
-        )
+    found = compare_drafts(subject, drafts, prompts, measured, config)
     shown = {**asdict(config), **digests, "threads": threads}
-    shown |= {"dtype": str(dtype).removeprefix("torch."), "sampling": settings.sampling}
+    shown |= {"dtype": str(dtype).removeprefix("torch."), "sampling": sampling_of(config)}
     place = before | found.pop("disturbance")
     result = {"environment": place, "settings": shown, **found}
     result["warnings"] = disturbance_lines(result)

@@ -26,10 +26,9 @@ from specheads.data.chat import Encoder
 from specheads.data.schema import Record
 from specheads.decoding.stream import continue_prompts
 from specheads.formats import card
-from specheads.measure.calibrate import Calibration, describe_expected
+from specheads.measure.calibrate import Calibration, Search, calibrate, describe_expected
 from specheads.measure.clock import Budget
 from specheads.measure.evaluate import (
-    choose_tree,
     decode_heldout,
     decode_with_draft,
     describe_costs_of_drafting,
@@ -305,16 +304,19 @@ class Speculation:
                 log.record(steps, {f"heldout/{key}": value for key, value in figures.items()})
             log.say("measuring trees ...")
             log.doing("measuring trees")
+            base.eval()
+            heads.eval()
             chosen = Calibration(tree, 0.0, {})
-            with measuring("the tree"):
-                texts = Texts(self.prompts, self.eos, cfg.evaluate.max_new_tokens, seed=cfg.seed)
-                chosen = choose_tree(base, heads, self.output, texts, cfg.tree, budget.part(0.5))
+            texts = Texts(self.prompts, self.eos, cfg.evaluate.max_new_tokens, seed=cfg.seed)
+            search = Search(cfg.tree.num_nodes, budget=budget.part(0.5))
+            if not cfg.tree.choices:
+                with measuring("the tree"), torch.inference_mode():
+                    chosen = calibrate(base, heads, self.output, texts, search)
             length, about = chosen.expected_accept_length or None, chosen.measured_on or None
             set_tree(export, chosen.tree, length, about, heldout=figures)
             log.say(f"tree of {chosen.tree.num_nodes} nodes; exported to {export}")
             if not chosen.speculate:
                 log.say("slower than plain decoding on this machine: do not speculate here")
-            base.eval()
             config, prompts = read_config(export), log.dir / "prompts.jsonl"
             loaded = Export(base, as_loaded(heads, base), self.tokenizer, chosen.tree, config)
             write_prompts(prompts, self.records)

@@ -54,24 +54,14 @@ def run(config: QualityConfig) -> None:
     texts = lossy = None
     with progress_bar("text", total=len(documents) + rounds * len(prompts), leave=False) as bar:
         readings = quality.read_answers(base, original, documents, bar.update)
+        how: dict[str, Any] = {"max_new_tokens": limit, "eos_token_ids": eos, "tick": bar.update}
         if original is not None and prompts:
-            texts = quality.greedy_agreement(
-                base, original, prompts, max_new_tokens=limit, eos=eos, tick=bar.update
-            )
+            texts = quality.greedy_agreement(base, original, prompts, **how)
         if not rule.lossless and prompts:
             drafter = choose_drafter(subject, config.decode).drafter
-            lossy = quality.lossy_cost(
-                base,
-                drafter,
-                rule,
-                prompts,
-                temperature=config.temperature,
-                seed=config.seed,
-                tick=bar.update,
-                max_new_tokens=limit,
-                eos_token_ids=eos,
-                compile=config.decode.compile,
-            )
+            how |= {"temperature": config.temperature, "seed": config.seed}
+            how["compile"] = config.decode.compile
+            lossy = quality.lossy_cost(base, drafter, rule, prompts, **how)
     machine = environment(base.device)
     result: dict[str, Any] = {
         "environment": machine,
@@ -126,28 +116,23 @@ def load_original(config: QualityConfig, name: str, subject: Subject) -> PreTrai
             changed.
     """
     from specheads.models.base import load_base_model, load_tokenizer
-    from specheads.models.digest import check_recorded
     from specheads.models.draft import check_same_tokenizer
     from specheads.models.names import base_digest
 
-    dtype, device, revision = subject.base.dtype, subject.base.device, None
-    given = bool(config.original)
+    dtype, device = subject.base.dtype, subject.base.device
+    recorded = {} if config.original or not subject.export else subject.export.config["base"]
+    revision = recorded.get("revision")
     try:
-        if not given:  # written by whoever made the export
-            assert subject.export is not None
-            recorded = subject.export.config["base"]
-            revision = recorded["revision"]
-            check_recorded(name, revision)
         other = load_tokenizer(name, revision=revision)
         check_same_tokenizer(subject.tokenizer, other, f"original={name}")
         original = load_base_model(name, revision=revision, dtype=dtype, device=device, attn="auto")
     except ConfigError as error:
-        if given:
+        if not recorded:
             raise
         raise ConfigError(
             f"{config.checkpoint} was tuned from {name}: {error}; original=<model> says where it is"
         ) from None
-    if not given and (found := base_digest(name, revision=revision)) != recorded["digest"]:
+    if recorded and (found := base_digest(name, revision=revision)) != recorded["digest"]:
         raise ConfigError(
             f"{config.checkpoint} was tuned from {name} with digest {recorded['digest'][:12]},"
             f" now it has {found[:12]}; original={name} compares all the same"

@@ -43,7 +43,6 @@ def run(config: SpecBenchConfig) -> None:
     from specheads.data.suites import QuestionPrompts, read_questions
     from specheads.decoding import exported
     from specheads.measure import suites
-    from specheads.measure.bench import answer_missing
     from specheads.measure.render import suite_remarks
     from specheads.models.base import load_tokenizer
     from specheads.system import hardware
@@ -68,7 +67,7 @@ def run(config: SpecBenchConfig) -> None:
         how = shared | {"decode": {"compile": decode.compile}}
         files["plain"] = suites.AnswerFile(folder, plain, how)
     before = hardware.sample()
-    left_out = answer_missing(config, questions, files, prompts, dtype)
+    left_out = suites.answer_missing(config, questions, files, prompts, dtype)
     others = None if left_out is None else hardware.between(before, hardware.sample())
     asked = {question.id for question in questions}
     found = {}

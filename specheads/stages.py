@@ -42,7 +42,6 @@ from specheads.runs.directory import is_used, lock, unlock
 from specheads.system import hardware
 from specheads.system.errors import ConfigError, RunError
 from specheads.system.files import write_whole
-from specheads.system.terminal import progress_bar
 from specheads.training.engine import param_groups
 from specheads.training.loop import Stage
 from specheads.training.objectives import HeadsObjective
@@ -359,11 +358,10 @@ class _Stages:
             "prompts_sha256": digest,
             "max_new_tokens": NEW_TOKENS,
         }
-        with progress_bar("text", total=len(methods) * len(prompts) * len(TEMPERATURES)) as bar:
-            plan = bench.Plan(TEMPERATURES, repeats=1)
-            result, _ = bench.benchmark(
-                base, methods, prompts, plan, settings=settings, headline=quoted, bar=bar
-            )
+        plan = bench.Plan(TEMPERATURES, repeats=1)
+        result, _ = bench.benchmark(
+            base, methods, prompts, plan, settings=settings, headline=quoted
+        )
         write_whole(self.folder / "bench.json", json.dumps(result, indent=1) + "\n")
         print(bench_text(result))
         card.measured(run / "export", result)

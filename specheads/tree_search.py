@@ -44,19 +44,19 @@ def run(config: TreeSearchConfig) -> None:
     on: dict[str, Any] = {"dtype": dtype, "device": device, "other_base": config.other_base}
     export = load_export(config.checkpoint, base=config.base or None, **on)
     calibration, measured, digest = choose_prompts(config, export)
-    base, heads, temperatures = export.base, export.heads, sorted({config.temperature, 1.0})
+    base, temperatures = export.base, sorted({config.temperature, 1.0})
     ids, ends = [each.input_ids for each in calibration], end_tokens(base, export.tokenizer)
     texts = Texts(ids, ends, config.max_new_tokens, temperatures, config.seed)
     sizes = calibrate.Search(config.num_nodes, config.max_nodes, config.batch_size, config.repeats)
     bar = _bar("calibrate")
-    found = calibrate.calibrate(base, heads, output_layer(base), texts, sizes, progress=bar)
+    found = calibrate.calibrate(base, export.heads, output_layer(base), texts, sizes, progress=bar)
     tree, length = found.tree, found.expected_accept_length
     measured_on = {**found.measured_on, "prompts_sha256": digest}
     if measured:
         unseen = replace(texts, prompts=[each.input_ids for each in measured])
         names = "".join(sorted(map(sha256_of, measured)))
         about = {"num_prompts": len(measured), "prompts_sha256": _sha256(names)}
-        checked = calibrate.check_expected(base, heads, tree, measured_on, unseen, progress=_bar)
+        checked = calibrate.check_expected(export, found, unseen, _bar)
         measured_on["measured"] = about | checked
     set_tree(config.checkpoint, tree, length, measured_on)
     acceptance = measured_on.get("acceptance", [])

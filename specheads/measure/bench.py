@@ -21,8 +21,7 @@ import torch
 from transformers import CompileConfig, PreTrainedModel
 
 from specheads.attention.tree import Tree
-from specheads.config import ConfigError, DecodeConfig, SpecBenchConfig
-from specheads.data.suites import Question, QuestionPrompts
+from specheads.config import ConfigError, DecodeConfig
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.exported import (
     Chosen,
@@ -36,7 +35,6 @@ from specheads.decoding.exported import (
     num_parameters,
     tree_kind,
 )
-from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
@@ -47,8 +45,6 @@ from specheads.measure.clock import Batch, Method, Prompt, clock
 from specheads.measure.hits import Texts, collect_hits, grow_static
 from specheads.measure.identity import Noise, Rounding, compare
 from specheads.measure.render import disturbance_lines
-from specheads.measure.rows import Clocked
-from specheads.measure.suites import AnswerFile, answer_all
 from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export, load_export
 from specheads.models.draft import vocab_size
@@ -83,17 +79,17 @@ class Contest:
     same_rounding: bool = False
 
     @staticmethod
-    def of(
-        subject: Subject | Export,
-        max_new_tokens: int,
-        *,
-        compile: bool = False,
-        same_rounding: bool = False,
-    ) -> Contest:
-        """Return the contest on a model that was loaded."""
+    def of(subject: Subject | Export, max_new_tokens: int, **settings: bool) -> Contest:
+        """Return the contest on a model that was loaded.
+
+        Args:
+            subject: has the base model and its tokenizer.
+            max_new_tokens: limit per prompt.
+            **settings: ``compile`` and ``same_rounding``.
+        """
         base, tokenizer = subject.base, subject.tokenizer
         eos, pad = end_tokens(base, tokenizer), tokenizer.pad_token_id
-        return Contest(base, eos, pad, max_new_tokens, compile, same_rounding)
+        return Contest(base, eos, pad, max_new_tokens, **settings)
 
     def ours(
         self,
@@ -124,21 +120,15 @@ class Contest:
             seeded = lossless and drafter.deterministic
             kind = kind or type(drafter).__name__.removesuffix("Drafter").lower()
 
+        loop: dict[str, Any] = {"eos_token_ids": self.eos, "acceptance": rule}
+        loop |= {"compile": self.compile, "same_rounding": self.same_rounding}
+
         def run(
             batch: Batch, temperature: float, seed: int, limit: int = self.max_new_tokens
         ) -> list[DecodedRow]:
-            result = decode(
-                self.base,
-                drafter,
-                batch.input_ids,
-                attention_mask=batch.attention_mask,
-                max_new_tokens=limit,
-                sampler=Sampler(temperature=temperature, seed=seed),
-                eos_token_ids=self.eos,
-                acceptance=rule,
-                compile=self.compile,
-                same_rounding=self.same_rounding,
-            )
+            own = {"attention_mask": batch.attention_mask, "max_new_tokens": limit}
+            sampler = Sampler(temperature=temperature, seed=seed)
+            result = decode(self.base, drafter, batch.input_ids, sampler=sampler, **own, **loop)
             return list(result.rows)
 
         return Method(
@@ -425,9 +415,8 @@ def benchmark(
     *,
     settings: Mapping[str, Any] | None = None,
     headline: str = "tree",
-    bar: Any = None,
-) -> tuple[dict[str, Any], Clocked]:
-    """Clock ``methods`` at every temperature and batch size.
+) -> tuple[dict[str, Any], report.Clocked]:
+    """Clock ``methods`` at every temperature and batch size, and show a bar meanwhile.
 
     Args:
         base: base model.
@@ -436,8 +425,6 @@ def benchmark(
         plan: temperatures, batch sizes and repeats.
         settings: more to record beside the figures.
         headline: the method whose figures are to be quoted.
-        bar: told which temperature and batch size comes next (``set_description``), and of every
-            decoded prompt (``update``).
 
     Returns:
         The content of bench.json; and the runs themselves.
@@ -445,13 +432,13 @@ def benchmark(
     before = hardware.environment(base.device)
     clocked = {}
     watched: list[dict[str, Any]] = []
-    how: dict[str, Any] = {"repeats": plan.repeats, "seed": plan.seed, "prefill": True}
-    how |= {} if bar is None else {"tick": bar.update}
-    for temperature in plan.temperatures:
-        for size in plan.batch_sizes:
-            if bar is not None:
-                bar.set_description(f"T={temperature:g}, batch {size}")
-            runs = clock(methods, prompts, temperature, batch_size=size, **how)
+    turns = [(temperature, size) for temperature in plan.temperatures for size in plan.batch_sizes]
+    texts = sum(size > 1 or not method.in_batches for _, size in turns for method in methods)
+    with progress_bar("text", total=texts * len(prompts) * plan.repeats) as bar:
+        how: dict[str, Any] = {"repeats": plan.repeats, "seed": plan.seed, "tick": bar.update}
+        for temperature, size in turns:
+            bar.set_description(f"T={temperature:g}, batch {size}")
+            runs = clock(methods, prompts, temperature, batch_size=size, prefill=True, **how)
             clocked[temperature, size] = runs
             watched.append(report.seen_beside(runs, temperature))
     # only now: the float32 copy that a divergence asks for would count as memory of the methods
@@ -479,7 +466,7 @@ def make_rows(
     base: PreTrainedModel,
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
-    clocked: Clocked,
+    clocked: report.Clocked,
     *,
     seed: int = 0,
     most_texts: int = 0,
@@ -576,31 +563,3 @@ def load_others(subject: Subject, paths: Sequence[str]) -> dict[str, Export]:
             )
         found[name] = load_export(folder, beside=subject.export)
     return found
-
-
-def answer_missing(
-    config: SpecBenchConfig,
-    questions: Sequence[Question],
-    files: Mapping[str, AnswerFile],
-    prompts: QuestionPrompts,
-    dtype: str,
-) -> list[int | str] | None:
-    """Load, and answer what is missing; return the ids of questions that are too long.
-
-    None where nothing is missing: then nothing is loaded.
-    """
-    todo = {
-        number: missing
-        for number, question in enumerate(questions)
-        if (missing := [name for name, file in files.items() if not file.has(question)])
-    }
-    if not todo:
-        return None
-    decode = config.decode
-    drafted = SpecDecoder.from_pretrained(
-        config.checkpoint, decode, base=config.base, dtype=dtype, device=config.device
-    )
-    plain = replace(drafted, drafter=None, acceptance=None)
-    with progress_bar("question", total=len(todo)) as bar:
-        decoders = {"drafted": drafted, "plain": plain}
-        return answer_all(decoders, questions, todo, files, prompts, config, bar.update)

@@ -28,6 +28,7 @@ from specheads.attention.tree import Choice, Tree, grow_tree
 from specheads.config import EvaluateConfig, TreeConfig
 from specheads.decoding.costs import CostCurve, clock_steps, ratios, runner
 from specheads.drafters.contract import Drafter
+from specheads.drafters.growing import NUM_RANKS
 from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
 from specheads.measure.clock import Budget
 from specheads.measure.hits import (
@@ -42,8 +43,9 @@ from specheads.measure.hits import (
     grow_nodes,
     static_gains,
 )
+from specheads.measure.render import estimate
 from specheads.measure.rows import DRIFT_LIMIT
-from specheads.models.checkpoint import read_config
+from specheads.models.checkpoint import Export, read_config
 from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, output_layer
@@ -277,7 +279,6 @@ def _summary(kind: Kind, plain: float, *, fixed: bool) -> dict[str, Any]:
 # assets/medusa_acc.csv of github.com/FasterDecoding/Medusa, version 0.1.
 PUBLISHED = ((0.560, 0.780), (0.316, 0.562), (0.201, 0.417), (0.147, 0.340), (0.118, 0.300))
 _SOURCE = "accuracies published for Medusa-1 heads of Vicuna-7B, guesses as if independent"
-_NUM_RANKS = 10
 _REPEATS = 3
 _NEW_TOKENS = 48  # per clocked text
 
@@ -314,19 +315,16 @@ def format_calibration(measured_on: dict[str, Any], depth: int) -> str:
     lines = []
     checked = measured_on.get("measured", {})
     for name, kind in (("static", measured_on), ("dynamic", measured_on["dynamic"])):
-        low, high = kind["accept_length_ci95"]
         deep = f", depth {depth}" if name == "static" else ""
         lines.append(
-            f"{name}: {kind['num_nodes']} nodes{deep}, expected accept length "
-            f"{kind['accept_length']:.2f} (95%: {low:.2f} to {high:.2f}), "
-            f"{kind['speedup']:.2f}x plain decoding"
+            f"{name}: {kind['num_nodes']} nodes{deep}, expected accept length"
+            f" {estimate(kind, 'accept_length')}, {kind['speedup']:.2f}x plain decoding"
         )
         if came := checked.get(name):
-            low, high = came["accept_length_ci95"]
             lines.append(
-                f"  measured on {checked['num_prompts']} other prompts: "
-                f"{came['accept_length']:.2f} (95%: {low:.2f} to {high:.2f}), "
-                f"{came['relative_to_expected']:+.1%} from the expected"
+                f"  measured on {checked['num_prompts']} other prompts:"
+                f" {estimate(came, 'accept_length')},"
+                f" {came['relative_to_expected']:+.1%} from the expected"
             )
     if not checked:
         lines.append("not measured on other prompts: none were given")
@@ -366,7 +364,7 @@ def published_rates(num_heads: int) -> list[list[float]]:
                 low = factor
             else:
                 high = factor
-        rates.append([top1 * low**rank for rank in range(_NUM_RANKS)])
+        rates.append([top1 * low**rank for rank in range(NUM_RANKS)])
     return rates
 
 
@@ -467,29 +465,20 @@ def describe_expected(
 
 
 def check_expected(
-    base: PreTrainedModel,
-    heads: Heads,
-    tree: Tree,
-    measured_on: Mapping[str, Any],
-    unseen: Texts,
-    *,
-    progress: Callable[[str], Progress],
+    export: Export, found: Calibration, unseen: Texts, progress: Callable[[str], Progress]
 ) -> dict[str, dict[str, Any]]:
     """Decode prompts that were not calibrated on, and compare accept lengths with the expected.
 
     Args:
-        base: base model.
-        heads: its heads.
-        tree: the static tree that was found.
-        measured_on: what :func:`calibrate` found, with the size of grown trees if it looked at any.
+        export: base model and heads.
+        found: what :func:`calibrate` did, with the size of grown trees if it looked at any.
         unseen: the prompts, and how they are continued.
         progress: from a drafter's name to what shows a bar.
     """
-    output = output_layer(base)
-    drafters: dict[str, tuple[Drafter, float]] = {
-        "static": (static_drafter(base, heads, output, tree), measured_on["accept_length"])
-    }
-    if grown := measured_on.get("dynamic"):
+    base, heads, output = export.base, export.heads, output_layer(export.base)
+    static = static_drafter(base, heads, output, found.tree)
+    drafters: dict[str, tuple[Drafter, float]] = {"static": (static, found.expected_accept_length)}
+    if grown := found.measured_on.get("dynamic"):
         nodes, scales = grown["num_nodes"], grown["temperatures"]
         growing = dynamic_drafter(base, heads, output, nodes, temperatures=scales)
         drafters["dynamic"] = growing, grown["accept_length"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import sys
@@ -26,7 +25,6 @@ from specheads.decoding.result import DecodedRow, pad_left
 from specheads.models.base import context_length
 from specheads.system import hardware
 from specheads.system.files import tinycode_dir
-from specheads.system.hardware import peak_memory
 
 T = TypeVar("T")
 
@@ -53,9 +51,6 @@ class Batch:
     input_ids: Tensor
     attention_mask: Tensor
     first: int = 0
-
-
-ENOUGH = object()  # what a tick answers when no further batch is to be begun
 
 
 class Budget:
@@ -90,11 +85,6 @@ class Budget:
             if number >= least and self.spent():
                 return
             yield item
-
-    def tick(self, least: int) -> Callable[[], object]:
-        """Return what counts its calls, and answers ENOUGH after ``least`` when time is over."""
-        calls = itertools.count(1)
-        return lambda: ENOUGH if next(calls) >= least and self.spent() else None
 
 
 Decode = Callable[..., list[DecodedRow]]  # (batch, temperature, seed, max_new_tokens=...)
@@ -196,6 +186,8 @@ def clock(
     batch_size: int = 1,
     seed: int = 0,
     tick: Callable[[], object] = lambda: None,
+    budget: Budget | None = None,
+    least: int = 1,
     prefill: bool = False,
 ) -> dict[str, Runs]:
     """Decode every prompt with every method, ``repeats`` times, the methods in turn per batch.
@@ -210,7 +202,9 @@ def clock(
         repeats: clocked rounds over all prompts.
         batch_size: prompts decoded together, neighbours in ``prompts``.
         seed: prompt n is sampled with ``seed + n``.
-        tick: called after every decoded prompt; if it answers ENOUGH, the batch is the last one.
+        tick: called after every decoded prompt.
+        budget: time for the one round there is then; it ends between batches.
+        least: batches that are decoded however little time there is.
         prefill: clock, in each turn just before it, the method's prefill alone as well.
 
     Returns:
@@ -225,17 +219,16 @@ def clock(
         # where passes are compiled, a shape met for the first time takes seconds: meet all now
         for batch in batches if any(each.compiled for each in methods) else batches[-1:]:
             method.decode(batch, temperature, seed + batch.first)
-        peak_memory(device, reset=True)
+        hardware.peak_memory(device, reset=True)
         method.decode(batches[0], temperature, seed)
-        runs[method.name].peak_memory = peak_memory(device)
+        runs[method.name].peak_memory = hardware.peak_memory(device)
     started = hardware.sample()
     for repeat in range(repeats):
         for of in runs.values():
             of.started = started
             of.seconds.append([])
             of.prefill += [[]] if prefill else []
-        for index, batch in enumerate(batches):
-            answers: list[object] = []
+        for index, batch in enumerate((budget or Budget()).within(batches, least)):
             turn = take_turn(
                 methods, batch, temperature, seed=seed, first=index + repeat, prefill=prefill
             )
@@ -245,10 +238,8 @@ def clock(
                     of.prefill[-1].append(before)
                 of.seconds[-1].append(seconds)
                 of.decoded += decoded if repeat == 0 else []
-                answers += [tick() for _ in decoded]
-            if ENOUGH in answers:
-                batches = batches[: index + 1]
-                break
+                for _ in decoded:
+                    tick()
     return runs
 
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.attention.cache import TreeCache, TreeLayer
 from specheads.attention.tree import Tree, default_tree
@@ -29,7 +29,7 @@ from specheads.models.base import (
 )
 from specheads.models.forward import ModelPass, thresholds
 from specheads.models.output import output_layer
-from specheads.models.support import compare, tree_support
+from specheads.models.support import cache_layers, compare, tree_support
 from specheads.verification.sampling import ROUNDING
 
 TREES = {
@@ -205,11 +205,8 @@ def _tree(
 
 def _window(model: PreTrainedModel) -> int | None:
     """Return the widest sliding window or chunk, None where all layers see everything."""
-    try:
-        layers = DynamicCache(config=model.config).layers
-    except Exception:  # custom code's configs need not know layers
-        return None
-    return max((x.sliding_window for x in layers if hasattr(x, "sliding_window")), default=None)
+    windows = (getattr(layer, "sliding_window", None) for layer in cache_layers(model))
+    return max(filter(None, windows), default=None)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ clocked costs. On the other prompts all candidates then decode in turn with plai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specheads.config import CompareConfig
 from specheads.decoding.costs import DraftCosts, clock_drafts, expected_tokens, leviathan_speedup
-from specheads.decoding.exported import num_parameters
+from specheads.decoding.exported import Subject, num_parameters
 from specheads.decoding.loop import plain_decode
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
@@ -45,6 +46,7 @@ from specheads.measure.rows import (
 )
 from specheads.models.base import input_device, input_embedding
 from specheads.system import hardware
+from specheads.system.terminal import progress_bar
 from specheads.verification.sampling import Sampler
 
 _AT_ONCE = 1 << 24  # probabilities compared at one time
@@ -175,16 +177,11 @@ def measure_alpha(
         seed: prompt n is continued with ``seed + n``.
         eos_token_ids: tokens that end a text.
     """
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_ids": eos_token_ids}
     texts = []
     for n, prompt in enumerate(prompts):
         sampler = Sampler(temperature=temperature, seed=seed + n)
-        tokens = plain_decode(
-            base,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            sampler=sampler,
-            eos_token_ids=eos_token_ids,
-        ).new_tokens
+        tokens = plain_decode(base, prompt, sampler=sampler, **how).new_tokens
         texts.append(agreement(base, draft, prompt, tokens, sampler, max_new_tokens - 1))
     return Alpha(texts)
 
@@ -252,34 +249,14 @@ def _logits_before(model: PreTrainedModel, text: Sequence[int], num: int) -> Ten
 _CLOCK_TOKENS = 48  # of the texts that steps are clocked on
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a comparison is made with.
+def sampling_of(config: CompareConfig) -> str:
+    """Return how drafts are made: sampled as the texts are, or greedy."""
+    return "sampled" if config.temperature > 0 else "greedy"
 
-    Attributes:
-        max_new_tokens: per prompt.
-        temperature: of all texts; above 0 drafts are sampled, at 0 they are greedy.
-        max_tokens: longest draft to consider.
-        repeats: of clocked rounds.
-        eos_token_ids: tokens that end a text.
-        seed: prompt n is continued with ``seed + n``.
-    """
 
-    max_new_tokens: int
-    temperature: float
-    max_tokens: int
-    repeats: int
-    eos_token_ids: tuple[int, ...] = ()
-    seed: int = 0
-
-    @property
-    def sampling(self) -> str:
-        """How drafts are made."""
-        return "sampled" if self.temperature > 0 else "greedy"
-
-    def drafter(self, draft: PreTrainedModel, num_tokens: int) -> Drafter:
-        """Return the drafter of chains of ``num_tokens`` guesses."""
-        return DraftModelDrafter(draft, FixedLength(num_tokens), sampling=self.sampling)
+def _chain(config: CompareConfig, draft: PreTrainedModel, num_tokens: int) -> Drafter:
+    """Return the drafter of chains of ``num_tokens`` guesses."""
+    return DraftModelDrafter(draft, FixedLength(num_tokens), sampling=sampling_of(config))
 
 
 @dataclass(frozen=True)
@@ -299,30 +276,24 @@ class Prospect:
     @property
     def num_tokens(self) -> int:
         """The draft length that promises most."""
-        predicted = [row["predicted"] for row in self.lengths]
-        return 1 + predicted.index(max(predicted))
+        return int(max(self.lengths, key=lambda row: float(row["predicted"]))["num_tokens"])
 
 
 def compare_drafts(
-    base: PreTrainedModel,
+    subject: Subject,
     drafts: Mapping[str, PreTrainedModel],
     prompts: Sequence[Prompt],
     measured: Sequence[Prompt],
-    settings: Settings,
-    *,
-    progress: Callable[[str], object] = lambda text: None,
-    tick: Callable[[], object] = lambda: None,
+    config: CompareConfig,
 ) -> dict[str, Any]:
     """Predict on ``prompts``, measure on ``measured``; return the body of compare.json.
 
     Args:
-        base: base model, in eval mode.
+        subject: base model, in eval mode, and tokenizer.
         drafts: draft models by name, with the base's tokenizer.
         prompts: to measure alpha and costs on.
         measured: others, to measure speed-ups on.
-        settings: lengths, temperature, repeats and seed.
-        progress: told what is being done.
-        tick: called after every decoded prompt.
+        config: lengths, temperature, repeats and seed; prompt n is continued with ``seed + n``.
 
     Returns:
         ``disturbance`` (see :func:`specheads.measure.rows.disturbance`; of the steps that were
@@ -330,21 +301,22 @@ def compare_drafts(
         by number of nodes, in plain steps), ``candidates`` in the given order, ``recommended`` (a
         name, or None) and ``advice`` (lines).
     """
-    begun = hardware.sample()
-    found = prospects(base, drafts, prompts, settings, progress)
-    predicted = hardware.sample()
-    progress("measure")
-    limit, heat = settings.max_new_tokens, settings.temperature
-    contest = Contest(base, settings.eos_token_ids, None, limit)
+    limit, heat, repeats = config.max_new_tokens, config.temperature, config.repeats
+    contest = Contest.of(subject, limit)
     methods = [contest.ours()]
-    for i, (name, each) in enumerate(found.items()):
-        drafter = settings.drafter(drafts[name], each.num_tokens)
-        methods.append(contest.ours(f"draft_{i}", drafter))
-    repeats, seed = settings.repeats, settings.seed + len(prompts)
-    runs = clock(methods, measured, heat, repeats=repeats, seed=seed, tick=tick)
+    with progress_bar("text", total=(len(drafts) + 1) * len(measured) * repeats) as bar:
+        begun = hardware.sample()
+        found = prospects(contest, drafts, prompts, config, bar)
+        predicted = hardware.sample()
+        bar.set_description("measure")
+        for i, (name, each) in enumerate(found.items()):
+            drafter = _chain(config, drafts[name], each.num_tokens)
+            methods.append(contest.ours(f"draft_{i}", drafter))
+        how: dict[str, Any] = {"repeats": repeats, "seed": config.seed + len(prompts)}
+        runs = clock(methods, measured, heat, tick=bar.update, **how)
     plain = runs["plain"]
     clocking = {"temperature": heat, "batch": 1, **hardware.between(begun, predicted)}
-    size = num_parameters(base)
+    size = num_parameters(subject.base)
     candidates = []
     for i, (name, each) in enumerate(found.items()):
         own = num_parameters(drafts[name])
@@ -367,7 +339,7 @@ def compare_drafts(
         "verify_cost": {str(n): round(cost, 4) for n, cost in costs},
         "candidates": candidates,
         "recommended": best,
-        "advice": advice(candidates, best, settings.sampling),
+        "advice": advice(candidates, best, sampling_of(config)),
     }
 
 
@@ -393,37 +365,27 @@ def _candidate(prospect: Prospect, runs: Runs, plain: Runs, limit: int) -> dict[
 
 
 def prospects(
-    base: PreTrainedModel,
+    contest: Contest,
     drafts: Mapping[str, PreTrainedModel],
     prompts: Sequence[Prompt],
-    settings: Settings,
-    progress: Callable[[str], object] = lambda text: None,
+    config: CompareConfig,
+    bar: Any,
 ) -> dict[str, Prospect]:
     """Clock all draft models in turn, measure alpha of each, and predict."""
-    progress("clock steps")
-    texts = [prompt.input_ids for prompt in prompts]
-    costs = clock_drafts(
-        base,
-        {name: partial(settings.drafter, draft) for name, draft in drafts.items()},
-        sorted(texts, key=lambda ids: ids.shape[1])[len(texts) // 2],
-        max_tokens=settings.max_tokens,
-        temperature=settings.temperature,
-        max_new_tokens=min(settings.max_new_tokens, _CLOCK_TOKENS),
-        repeats=settings.repeats,
-    )
+    bar.set_description("clock steps")
+    texts, limit = [prompt.input_ids for prompt in prompts], contest.max_new_tokens
+    makes = {name: partial(_chain, config, draft) for name, draft in drafts.items()}
+    middle = sorted(texts, key=lambda ids: ids.shape[1])[len(texts) // 2]
+    how: dict[str, Any] = {"max_new_tokens": min(limit, _CLOCK_TOKENS), "repeats": config.repeats}
+    how |= {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    costs = clock_drafts(contest.base, makes, middle, **how)
+    how = {"max_new_tokens": limit, "eos_token_ids": contest.eos}
+    how |= {"temperature": config.temperature, "seed": config.seed}
     found = {}
     for name, draft in drafts.items():
-        progress(f"alpha of {name}")
-        alpha = measure_alpha(
-            base,
-            draft,
-            texts,
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            seed=settings.seed,
-            eos_token_ids=settings.eos_token_ids,
-        )
-        rows = predictions(alpha, costs[name], settings.max_tokens)
+        bar.set_description(f"alpha of {name}")
+        alpha = measure_alpha(contest.base, draft, texts, **how)
+        rows = predictions(alpha, costs[name], config.max_tokens)
         found[name] = Prospect(alpha, costs[name], rows)
     return found
 

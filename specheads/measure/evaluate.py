@@ -14,12 +14,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.attention.tree import Tree, default_tree
-from specheads.config import ConfigError, EvaluateConfig, TreeConfig
+from specheads.config import ConfigError, EvaluateConfig
 from specheads.decoding.costs import clock_drafts, expected_tokens
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
@@ -27,10 +26,8 @@ from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.heads import static_drafter
 from specheads.drafters.length import FixedLength
 from specheads.measure.bench import Contest
-from specheads.measure.calibrate import Calibration, Search, calibrate
 from specheads.measure.clock import Budget, Prompt, Runs, clock, prompts_of
 from specheads.measure.drafts import Alpha, agreement
-from specheads.measure.hits import Texts
 from specheads.measure.plots import tree_svg
 from specheads.measure.rows import accept_length_ci95, mean_accept_length, rep8, speed, whole
 from specheads.models.base import end_tokens
@@ -39,7 +36,7 @@ from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, output_layer
 from specheads.runs.log import Outcome
-from specheads.system.files import whole_file
+from specheads.system.files import write_whole
 from specheads.verification.sampling import Sampler
 
 SEED = 0  # of what is drawn, in all runs alike, so that they differ by their weights only; bench's
@@ -67,9 +64,10 @@ def decode_all(
     methods = [contest.ours(), *(contest.ours(*each) for each in drafters.items())]
     budget, count, found = budget or Budget(), len(evaluate.temperatures), {}
     for number, temperature in enumerate(evaluate.temperatures):
-        tick = budget.part(1 / (count - number)).tick(LEAST * len(methods))
-        runs = clock(methods, prompts, temperature, repeats=1, seed=SEED, tick=tick)
-        found[f"t{temperature:g}"] = runs
+        part = budget.part(1 / (count - number))
+        found[f"t{temperature:g}"] = clock(
+            methods, prompts, temperature, repeats=1, seed=SEED, budget=part, least=LEAST
+        )
     return found
 
 
@@ -189,10 +187,8 @@ def conditional_acceptance(
         for step, length in enumerate(text.accept_lengths):
             ends = text.finished and step == len(text.accept_lengths) - 1
             # head i was right where the step gained i + 2 tokens; it had the chance where the
-            # head before it was right and the limit leaves room for as many
-            for i in range(min(length, left - 1, max_depth)):
-                if ends and i == length - 1:
-                    continue
+            # head before it was right and the limit leaves room for as many, but for the end's
+            for i in range(min(length - ends, left - 1, max_depth)):
                 tried[i] += 1
                 accepted[i] += length >= i + 2
             left -= length
@@ -214,26 +210,7 @@ def write_prompts(path: Path, records: Sequence[dict[str, Any]]) -> None:
         seen.add(name)
         content = {key: record[key] for key in keys if key in record}
         lines.append(json.dumps({"id": name, "kind": record["kind"], **content}) + "\n")
-    with whole_file(path) as fresh:
-        fresh.write_text("".join(lines), encoding="utf-8")
-
-
-def choose_tree(
-    base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
-    texts: Texts,
-    tree: TreeConfig,
-    budget: Budget | None = None,
-) -> Calibration:
-    """Return the tree that the settings give, or the fastest one measured on ``texts``."""
-    if tree.choices:
-        return Calibration(Tree.from_choices(tree.choices), 0.0, {})
-    base.eval()
-    heads.eval()
-    search = Search(tree.num_nodes, budget=budget or Budget())
-    with torch.inference_mode():
-        return calibrate(base, heads, output, texts, search)
+    write_whole(path, "".join(lines))
 
 
 def final_evaluation(
@@ -464,15 +441,10 @@ def describe_costs_of_drafting(
         prompt: [1, P], continued by both.
         evaluate: how many new tokens.
     """
+    makes = {"draft": lambda n: DraftModelDrafter(draft, FixedLength(n))}
+    how = {"max_tokens": NUM_TOKENS, "max_new_tokens": evaluate.max_new_tokens, "repeats": 2}
     with undisturbed(base, draft):
-        costs = clock_drafts(
-            base,
-            {"draft": lambda n: DraftModelDrafter(draft, FixedLength(n))},
-            prompt,
-            max_tokens=NUM_TOKENS,
-            max_new_tokens=evaluate.max_new_tokens,
-            repeats=2,
-        )["draft"]
+        costs = clock_drafts(base, makes, prompt, **how)["draft"]
 
     def best(alpha: float) -> float:
         lengths = range(1, NUM_TOKENS + 1)

@@ -25,7 +25,7 @@ from specheads.config import ConfigError
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
-from specheads.drafters.growing import grow
+from specheads.drafters.growing import NUM_RANKS, grow
 from specheads.drafters.heads import Draws, HeadsDrafter, embedding
 from specheads.measure.clock import Prompt, pad_left
 from specheads.measure.rows import Clocked, ratio_ci95
@@ -36,7 +36,6 @@ from specheads.verification.sampling import Sampler
 
 Progress = Callable[[Sequence[int]], Any]  # wraps a sequence that is iterated over
 MISS = 1 << 30  # the rank of a token that no tree may hold: too unlikely, or beyond the end
-NUM_RANKS = 10  # guesses per head that a tree may use
 ROWS = 8  # prompts that are decoded at once
 TEMPERATURES = (
     0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0,
@@ -169,10 +168,6 @@ class Texts:
     temperatures: Sequence[float] = (0.0, 1.0)
     seed: int = 0
 
-    def sampler(self, temperature: float, number: int) -> Sampler:
-        """Return how a prompt is continued at a temperature."""
-        return Sampler(temperature=temperature, seed=self.seed + number)
-
     def decode(
         self, base: PreTrainedModel, drafter: Drafter | None, progress: Progress
     ) -> Iterator[tuple[int, float, DecodedRow]]:
@@ -183,18 +178,13 @@ class Texts:
             drafter: proposes; None decodes plainly.
             progress: wraps the batches of prompts, to show a bar.
         """
+        how: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
+        how["eos_token_ids"] = tuple(self.eos_token_ids)
         for first in progress(range(0, len(self.prompts), ROWS)):
-            input_ids, attention_mask = pad_left(self.prompts[first : first + ROWS])
+            input_ids, mask = pad_left(self.prompts[first : first + ROWS])
             for temperature in self.temperatures:
-                result = decode(
-                    base,
-                    drafter,
-                    input_ids,
-                    attention_mask=attention_mask,
-                    max_new_tokens=self.max_new_tokens,
-                    sampler=self.sampler(temperature, first),
-                    eos_token_ids=tuple(self.eos_token_ids),
-                )
+                how["sampler"] = Sampler(temperature=temperature, seed=self.seed + first)
+                result = decode(base, drafter, input_ids, attention_mask=mask, **how)
                 for number, row in enumerate(result.rows, start=first):
                     yield number, temperature, row
 
@@ -223,8 +213,8 @@ def collect_hits(
         raise ValueError("prompts must hold at least 1 prompt, got 0")
     found: list[list[Hits]] = [[] for _ in texts.prompts]
     for number, temperature, row in texts.decode(base, None, progress):
-        of_text = texts.prompts[number], row, texts.sampler(temperature, number)
-        found[number].append(measure_hits(base, heads, output, *of_text))
+        prompt, drawn = texts.prompts[number], Sampler(temperature, seed=texts.seed + number)
+        found[number].append(measure_hits(base, heads, output, prompt, row, drawn))
     found = [of_prompt for of_prompt in found if of_prompt]
     if not any(len(text.ranks) for of_prompt in found for text in of_prompt):
         if all(text.ended for of_prompt in found for text in of_prompt):

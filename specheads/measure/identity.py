@@ -58,10 +58,11 @@ class Noise:
     widths: tuple[int, ...]
 
 
+@dataclass
 class Rounding:
     """What rounding does to the logits of a model along some texts, measured when first asked.
 
-    Args:
+    Attributes:
         base: the model.
         texts: pairs of a prompt [1, P] and the tokens that plain decoding put behind it: those that
             are compared, so that the rarest case among them counts.
@@ -69,19 +70,16 @@ class Rounding:
         compiled: those decodings ran compiled passes.
     """
 
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        texts: Sequence[tuple[Tensor, Sequence[int]]],
-        widths: Sequence[int],
-        *,
-        compiled: bool = False,
-    ) -> None:
-        self.base, self.compiled = base, compiled
+    base: PreTrainedModel
+    texts: Sequence[tuple[Tensor, Sequence[int]]]
+    widths: Sequence[int]
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        """Leave out widths that no text has tokens for."""
         self._seen: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        self.texts = [(prompt, list(tokens)) for prompt, tokens in texts]
         longest = max((len(tokens) for _, tokens in self.texts), default=0)
-        self.widths = tuple(sorted({min(width, longest) for width in widths} - {0, 1}))
+        self.widths = tuple(sorted({min(width, longest) for width in self.widths} - {0, 1}))
 
     @cached_property
     def reference(self) -> PreTrainedModel:
@@ -114,7 +112,7 @@ class Rounding:
         misses: list[Tensor] = []
         largest, num_positions = 0.0, 0
         for prompt, tokens in self.texts:
-            new = torch.tensor([tokens], dtype=prompt.dtype, device=prompt.device)
+            new = torch.tensor([list(tokens)], dtype=prompt.dtype, device=prompt.device)
             ids, start = torch.cat([prompt, new], dim=1)[:, :-1], prompt.shape[1]
             one = given_logits(self.base, ids, start, 1)
             exact = given_logits(self.reference, ids, start, 0)
@@ -134,7 +132,7 @@ class Rounding:
             dtype=dtype,
             typical_shape=float(all_changes.median()),
             num_positions=num_positions,
-            widths=self.widths,
+            widths=tuple(self.widths),
         )
 
 

@@ -14,7 +14,7 @@ the base model's own. In Python: ``register()``, or ``SpecheadsLM`` of this modu
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import groupby
 from typing import Any
@@ -39,6 +39,7 @@ NAME = "specheads"
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _OTHERS = ("repetition_penalty", "no_repeat_ngram_size")
+Plan = tuple[int, list[str], dict[str, Any]]  # limit, stop strings, sampling
 _UNLIMITED = 1 << 20  # context of a model that does not say
 # what --model_args may name beside the keys of decode
 _ARGUMENTS = {
@@ -85,16 +86,12 @@ class _Methods:
         device = str(given["device"] or "auto")
         if device.startswith("cuda") and not torch.cuda.is_available():
             device = "auto"  # lm-eval asks for a GPU where its user asked for nothing
-        place = hardware.pick_device(device)
-        hardware.quiet_loading()
-        hardware.pin_threads(None)
+        named = dtype_name("dtype", str(given["dtype"]), "auto")
+        place, dtype, _ = hardware.prepare(device, named)
         checkpoint, batch_size = export_of(str(given["checkpoint"])), str(given["batch_size"])
+        chosen = DecodeConfig(**{key: _typed(key, value) for key, value in decode.items()})
         self.decoder = SpecDecoder.from_pretrained(
-            checkpoint,
-            DecodeConfig(**{key: _typed(key, value) for key, value in decode.items()}),
-            base=str(given["base"]),
-            dtype=hardware.pick_dtype(dtype_name("dtype", str(given["dtype"]), "auto"), place),
-            device=place,
+            checkpoint, chosen, base=str(given["base"]), dtype=dtype, device=place
         )
         assert self.decoder.tokenizer is not None
         self.base, self.tokenizer = self.decoder.base, self.decoder.tokenizer
@@ -123,12 +120,8 @@ class _Methods:
         Raises:
             ValueError: for a continuation that is no token, or longer than the context.
         """
-
-        def score(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[int, tuple[float, bool]]]:
-            for n, pair in enumerate(pairs):
-                yield n, self._score(*self._split(*pair))
-
-        return self._run("loglikelihood", requests, disable_tqdm, score)
+        scores = (self._score(*self._split(*request.args)) for request in requests)
+        return self._run("loglikelihood", requests, disable_tqdm, enumerate(scores))
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -137,14 +130,8 @@ class _Methods:
 
         Every token is predicted once; the last window reaches back as far as it can.
         """
-
-        def score(asked: Sequence[tuple[str]]) -> Iterator[tuple[int, float]]:
-            for n, (text,) in enumerate(asked):
-                ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-                windows = rolling_windows(ids, self._first_token(), self._max_length)
-                yield n, sum(self._score(before, after)[0] for before, after in windows)
-
-        return self._run("loglikelihood_rolling", requests, disable_tqdm, score)
+        scores = (self._score_whole(*request.args) for request in requests)
+        return self._run("loglikelihood_rolling", requests, disable_tqdm, enumerate(scores))
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue contexts with the drafter, each as its settings say.
@@ -156,19 +143,20 @@ class _Methods:
             ConfigError: for settings that this decoder does not have.
         """
 
-        def write(asked: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[int, str]]:
+        def write() -> Iterator[tuple[int, str]]:
+            asked = [request.args for request in requests]
             plans = [_plan(settings, self._max_gen_toks) for _, settings in asked]
             order = sorted(range(len(asked)), key=lambda n: repr(plans[n]))
             for _, alike in groupby(order, lambda n: repr(plans[n])):
                 every = sorted(alike)
-                plan = plans[every[0]]
-                sampled = bool(plan["settings"]["temperature"])
+                _, _, drawn = plan = plans[every[0]]
+                sampled = bool(drawn["temperature"])
                 for numbers in _batches(every, self._batch_size, sampled=sampled):
                     contexts = [asked[n][0] for n in numbers]
                     continued = self._generate(contexts, plan, self._seed + numbers[0])
                     yield from zip(numbers, continued, strict=True)
 
-        return self._run("generate_until", requests, disable_tqdm, write)
+        return self._run("generate_until", requests, disable_tqdm, write())
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -205,19 +193,13 @@ class _Methods:
         return {**self._about, "accept_length": mean, "num_steps": steps}
 
     def _run(
-        self,
-        kind: str,
-        requests: Sequence[Any],
-        quiet: bool,
-        ask: Callable[[Sequence[Any]], Iterator[tuple[int, Any]]],
+        self, kind: str, requests: Sequence[Any], quiet: bool, numbered: Iterable[tuple[int, Any]]
     ) -> list[Any]:
-        """Return the answers to all requests; ``ask`` yields them with their numbers."""
-        asked = [request.args for request in requests]
-        bar = tqdm(ask(asked), total=len(asked), unit="request", disable=quiet or None)
-        found = dict(bar)
-        for number, request in enumerate(asked):
-            self.cache_hook.add_partial(kind, request, found[number])  # type: ignore[attr-defined]
-        return [found[number] for number in range(len(asked))]
+        """Return the answers to all requests, which come with the requests' numbers."""
+        found = dict(tqdm(numbered, total=len(requests), unit="request", disable=quiet or None))
+        for number, request in enumerate(requests):
+            self.cache_hook.add_partial(kind, request.args, found[number])  # type: ignore[attr-defined]
+        return [found[number] for number in range(len(requests))]
 
     def encode(self, text: str) -> list[int]:
         """Return a text's ids, with what the tokenizer puts before it unless the text has it."""
@@ -256,8 +238,13 @@ class _Methods:
         log_probs, best = log_likelihood(logits_at(self.base, ids[:-1], places), after)
         return float(log_probs.double().sum()), bool(best.all())
 
-    def _generate(self, contexts: Sequence[str], plan: dict[str, Any], seed: int) -> list[str]:
-        limit, until = plan["limit"], plan["until"]
+    def _score_whole(self, text: str) -> float:
+        ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        windows = rolling_windows(ids, self._first_token(), self._max_length)
+        return sum(self._score(before, after)[0] for before, after in windows)
+
+    def _generate(self, contexts: Sequence[str], plan: Plan, seed: int) -> list[str]:
+        limit, until, settings = plan
         room = self._max_length - limit
         if room < 1:
             raise ConfigError(
@@ -278,7 +265,7 @@ class _Methods:
             seed=seed,
             eos_token_id=list(self._eos) or None,
             pad_token_id=pad if isinstance(pad, int) else 0,
-            **plan["settings"],
+            **settings,
         )
         self._lengths += [length for row in result.rows for length in row.accept_lengths]
         tokens = [row.new_tokens for row in result.rows]
@@ -319,7 +306,7 @@ def _batches(numbers: Sequence[int], size: int, *, sampled: bool) -> Iterator[Se
         yield from (run[i : i + size] for i in range(0, len(run), size))
 
 
-def _plan(settings: Mapping[str, Any], max_gen_toks: int) -> dict[str, Any]:
+def _plan(settings: Mapping[str, Any], max_gen_toks: int) -> Plan:
     """Return limit, stop strings and sampling of one request."""
     given = dict(settings)
     limits = [int(given.pop(key)) for key in _LIMITS if given.get(key) is not None]
@@ -337,11 +324,7 @@ def _plan(settings: Mapping[str, Any], max_gen_toks: int) -> dict[str, Any]:
     chosen |= {key: given[key] for key in _OTHERS if given.get(key) is not None}
     if unknown := sorted(given.keys() - {*_LIMITS, *_SAMPLING, *_OTHERS}):
         raise ConfigError(f"a task asks generation for {unknown[0]}, which this decoder has not")
-    return {
-        "limit": limits[0] if limits else max_gen_toks,
-        "until": [term for term in until if term],
-        "settings": chosen,
-    }
+    return limits[0] if limits else max_gen_toks, [term for term in until if term], chosen
 
 
 def _typed(key: str, value: Any) -> Any:

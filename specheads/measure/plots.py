@@ -7,7 +7,6 @@ children, and what is not passed on is where steps end there.
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from html import escape
 from typing import Any
 
 from specheads.attention.tree import Choice, Tree
-from specheads.config import ConfigError
 from specheads.measure.rows import in_order
 
 _BAR = 40  # characters of a certain node
@@ -31,8 +29,6 @@ Below = dict[Choice, list[tuple[Choice, float]]]  # node -> its children and the
 
 
 def _below(tree: Tree, acceptance: Sequence[float]) -> Below:
-    if len(acceptance) != len(tree.choices):
-        raise ValueError(f"{len(acceptance)} probabilities for {len(tree.choices)} choices")
     below: Below = {choice: [] for choice in ((), *tree.choices)}
     for choice, chance in zip(tree.choices, acceptance, strict=True):
         below[choice[:-1]].append((choice, chance))
@@ -143,23 +139,6 @@ _COLORS = (
 )  # fmt: skip
 _BASELINE = "#9aa5b1"
 _BASELINES = {"plain": ("#111111", "-"), "one_by_one": ("#66727f", ":")}
-
-
-def check_plots(key: str, value: str) -> None:
-    """Refuse a page with plots where they cannot be drawn.
-
-    Args:
-        key: the setting that asks for it.
-        value: its value.
-
-    Raises:
-        ConfigError: without matplotlib.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"{key}={value} needs matplotlib, which is not installed:"
-            " python -m pip install 'specheads[plots]'"
-        )
 
 
 def draw(result: Mapping[str, Any]) -> dict[str, str]:

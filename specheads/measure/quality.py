@@ -26,7 +26,7 @@ from specheads.drafters.contract import Drafter
 from specheads.losses.cross_entropy import IGNORE
 from specheads.measure.clock import Prompt
 from specheads.measure.identity import first_difference
-from specheads.measure.render import Columns, make_table
+from specheads.measure.render import Columns, estimate, make_table
 from specheads.measure.rows import mean_accept_length, ratio_ci95, rep8
 from specheads.models.base import context_length, input_device
 from specheads.verification.sampling import Sampler
@@ -213,24 +213,27 @@ def greedy_agreement(
     original: PreTrainedModel,
     prompts: Sequence[Prompt],
     *,
-    max_new_tokens: int,
-    eos: tuple[int, ...],
     tick: Tick = lambda: None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Let both models continue the same prompts greedily, and compare the texts.
+
+    Args:
+        base: base model.
+        original: what it was tuned from.
+        prompts: continued.
+        tick: called after every prompt.
+        **settings: of the loop: ``max_new_tokens``, ``eos_token_ids``.
 
     Returns:
         What :func:`agreement` does.
     """
-    texts: list[list[list[int]]] = [[], []]
+    ours, theirs = [], []
     for prompt in prompts:
-        for model, found in zip((base, original), texts, strict=True):
-            result = plain_decode(
-                model, prompt.input_ids, max_new_tokens=max_new_tokens, eos_token_ids=eos
-            )
-            found.append(result.new_tokens)
+        ours.append(plain_decode(base, prompt.input_ids, **settings).new_tokens)
+        theirs.append(plain_decode(original, prompt.input_ids, **settings).new_tokens)
         tick()
-    return agreement(*texts)
+    return agreement(ours, theirs)
 
 
 def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -289,9 +292,8 @@ def lossy_cost(
     for n, prompt in enumerate(prompts):
         chosen = {**settings, "sampler": Sampler(temperature=temperature, seed=seed + n)}
         lossy = decode(base, drafter, prompt.input_ids, acceptance=acceptance, **chosen)
-        exact = plain_decode(base, prompt.input_ids, **chosen)
-        rows["lossy"].append(lossy.rows[0])
-        rows["exact"].append(exact.rows[0])
+        rows["lossy"] += lossy.rows
+        rows["exact"] += plain_decode(base, prompt.input_ids, **chosen).rows
         tick()
     found: dict[str, Any] = {"temperature": temperature}
     columns: list[list[float]] = []
@@ -359,15 +361,15 @@ def format_quality(result: Mapping[str, Any]) -> str:
         lines.append(
             f"held-out answers: {read['num_records']} records, {read['num_tokens']:,} tokens"
         )
-        lines.append(f"  perplexity            {_estimate(read, 'perplexity', '.4f')}")
+        lines.append(f"  perplexity            {estimate(read, 'perplexity', '.4f')}")
     if read is not None and "kl" in read:
         worse = read["loss_difference"] / read["original_loss"] if read["original_loss"] else 0.0
         lines += [
-            f"  of the original       {_estimate(read, 'original_perplexity', '.4f')}",
-            f"  loss less original's  {_estimate(read, 'loss_difference', '+.4f')} nats per token,"
+            f"  of the original       {estimate(read, 'original_perplexity', '.4f')}",
+            f"  loss less original's  {estimate(read, 'loss_difference', '+.4f')} nats per token,"
             f" {worse:+.1%} of the original's",
-            f"  KL(original || this)  {_estimate(read, 'kl', '.4f')} nats per token",
-            f"  same best token       {_estimate(read, 'same_best', '.4f')} of the tokens",
+            f"  KL(original || this)  {estimate(read, 'kl', '.4f')} nats per token",
+            f"  same best token       {estimate(read, 'same_best', '.4f')} of the tokens",
         ]
     if (texts := result["texts"]) is not None:
         lines.append(f"greedy texts of both: {_agreeing(texts, '')}")
@@ -379,7 +381,7 @@ def format_quality(result: Mapping[str, Any]) -> str:
             f"{result['rule']} at T={found['temperature']:g}, {found['compared']} texts, judged by"
             " the base:",
             make_table(both, _LOSSY).text(),
-            f"  loss less that of exact texts {_estimate(found, 'loss_difference', '+.4f')} nats"
+            f"  loss less that of exact texts {estimate(found, 'loss_difference', '+.4f')} nats"
             " per token; below 0 the rule writes what is likelier, not better",
             f"  {_agreeing(found)}",
         ]
@@ -392,11 +394,6 @@ def format_quality(result: Mapping[str, Any]) -> str:
 def _agreeing(texts: Mapping[str, Any], what: str = " texts") -> str:
     return (
         f"{texts['identical']} of {texts['compared']}{what} identical;"
-        f" {_estimate(texts, 'common_prefix', '.1f')} tokens alike before the first difference, of"
+        f" {estimate(texts, 'common_prefix', '.1f')} tokens alike before the first difference, of"
         f" {texts['length']:.1f}"
     )
-
-
-def _estimate(found: Mapping[str, Any], key: str, form: str) -> str:
-    low, high = found[f"{key}_ci95"]
-    return f"{found[key]:{form}} (95%: {low:{form}} to {high:{form}})"

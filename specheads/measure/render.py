@@ -15,14 +15,7 @@ from statistics import median
 from typing import Any
 
 from specheads.measure.plots import draw
-from specheads.measure.rows import (
-    DRIFT_LIMIT,
-    crossovers,
-    failures,
-    format_pairs,
-    in_order,
-    is_static_tree,
-)
+from specheads.measure.rows import DRIFT_LIMIT, crossovers, failures, format_pairs, in_order
 from specheads.system.hardware import SHARE_LIMIT
 
 Row = Mapping[str, Any]  # of bench.json
@@ -68,6 +61,12 @@ def figure(value: float | None, form: str, missing: str = "") -> str:
 def interval(bounds: Sequence[float]) -> str:
     """Return the two ends of an interval."""
     return f"{bounds[0]:.2f}-{bounds[1]:.2f}"
+
+
+def estimate(found: Mapping[str, Any], key: str, form: str = ".2f") -> str:
+    """Return a figure with the interval that stands beside it, in words."""
+    low, high = found[f"{key}_ci95"]
+    return f"{found[key]:{form}} (95%: {low:{form}} to {high:{form}})"
 
 
 def with_bounds(value: float | None, bounds: Sequence[float] | None, unit: str = "") -> str:
@@ -400,12 +399,12 @@ def _meaning(method: str, drafter: str | None, nodes: int) -> str:
     """Return what a row is, in words."""
     if method in _MEANINGS:
         return _MEANINGS[method]
-    if is_static_tree(method):
+    rule = method.removeprefix("tree_")
+    if rule.isdecimal():
         return f"the export's heads in a static tree of {nodes} nodes"
     other, _, tree = method.partition("/")
     if tree in _MEANINGS:
         return f"{_MEANINGS[tree].replace('the export', other)}, other heads on the same base"
-    rule = method.removeprefix("tree_")
     if rule.startswith("lossy"):
         return f"tree, accepting by {rule}"
     return f"our loop with {drafter or 'no drafter'}, up to {nodes} nodes per step"

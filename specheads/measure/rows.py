@@ -42,11 +42,7 @@ def mean_accept_length(accept_lengths: Sequence[Sequence[int]]) -> float:
 
 
 def ratio_ci95(
-    numerators: Sequence[Sequence[float]],
-    denominators: Sequence[Sequence[float]],
-    *,
-    seed: int = 0,
-    samples: int = 2000,
+    numerators: Sequence[Sequence[float]], denominators: Sequence[Sequence[float]]
 ) -> tuple[float, float]:
     """Bootstrap over prompts the 95% interval of a product of ratios of sums.
 
@@ -57,8 +53,6 @@ def ratio_ci95(
     Args:
         numerators: lists of one value per prompt, [R][N].
         denominators: as ``numerators``.
-        seed: of the draws.
-        samples: number of draws.
 
     Raises:
         ValueError: if the lists differ in length.
@@ -67,9 +61,9 @@ def ratio_ci95(
     if len(lengths) != 1:
         raise ValueError(f"numerators and denominators have unequal lengths {sorted(lengths)}")
     (num_prompts,) = lengths
-    generator = torch.Generator().manual_seed(seed)
-    draws = torch.randint(num_prompts, (samples, num_prompts), generator=generator)
-    ratio = torch.ones(samples, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(num_prompts, (2000, num_prompts), generator=generator)
+    ratio = torch.ones(len(draws), dtype=torch.float64)
     for top, bottom in zip(numerators, denominators, strict=True):
         ratio *= torch.tensor(top, dtype=torch.float64)[draws].sum(1)
         ratio /= torch.tensor(bottom, dtype=torch.float64)[draws].sum(1).clamp_min(1e-12)
@@ -296,10 +290,9 @@ def headline(rows: Sequence[dict[str, Any]], method: str = "tree") -> dict[str, 
 def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return per drafted method and temperature the batch at which plain decoding catches up."""
     found = []
-    for method, temperature in in_order(rows, "method", "temperature"):
-        series = [r for r in rows if (r["method"], r["temperature"]) == (method, temperature)]
-        if not series[0]["drafter"]:
-            continue
+    drafted = [row for row in rows if row["drafter"]]
+    for method, temperature in in_order(drafted, "method", "temperature"):
+        series = [r for r in drafted if (r["method"], r["temperature"]) == (method, temperature)]
         lost = [row["batch"] for row in series if row["speedup_vs_plain"] <= 1]
         found.append(
             {
@@ -337,11 +330,6 @@ def failures(result: Mapping[str, Any]) -> list[str]:
                 f"{each['margin_fp32']:.5f} in float32 (limit {noise['dtype']:.5f})"
             )
     return lines
-
-
-def is_static_tree(method: str) -> bool:
-    """Return whether a method is the export's heads in a static tree: ``tree`` or ``tree_<N>``."""
-    return method == "tree" or method.removeprefix("tree_").isdecimal()
 
 
 # what the parts of a merged drafter's name are called where they are measured alone

@@ -23,8 +23,8 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,15 @@ from specheads.data.readers import json_lines
 from specheads.data.suites import Question, QuestionPrompts
 from specheads.decoding.generate import SpecDecoder
 from specheads.measure.clock import now
-from specheads.measure.render import Columns, figure, interval, make_table
+from specheads.measure.render import Columns, estimate, figure, interval, make_table
 from specheads.measure.rows import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
 from specheads.models.base import context_length, end_tokens, input_device
-from specheads.system.files import whole_file
+from specheads.system.files import write_whole
+from specheads.system.terminal import progress_bar
 
 Answer = dict[str, Any]  # a line of an answer file
 
+_NO_LIMIT = 1 << 30  # bytes of a line
 _SCORED = ("turns", "new_tokens", "wall_time", "accept_lengths")  # speed.py reads no more
 
 
@@ -95,8 +97,7 @@ class AnswerFile:
         if begun:
             self._check_settings(kept, settings)
         kept.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(kept) as fresh:
-            fresh.write_text(json.dumps(dict(settings), indent=1) + "\n")
+        write_whole(kept, json.dumps(dict(settings), indent=1) + "\n")
         for path in (self.path, self.details_path):
             # a run that was killed has left half a line behind the last line break
             if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
@@ -140,11 +141,8 @@ class AnswerFile:
         rows = [asdict(turn) for turn in turns]
         of = {key: [row[key] for row in rows] for key in rows[0]}
         beside = ("prefill_time", "num_emitted", "num_prompt_tokens", "limit")
-        details = {
-            "question_id": question.id,
-            "question": question_digest(question),
-            **{key: of[key] for key in beside},
-        }
+        about: dict[str, Any] = {"question_id": question.id}
+        details = about | {"question": question_digest(question)} | {key: of[key] for key in beside}
         choice = {
             "index": 0,
             "turns": of["text"],
@@ -154,7 +152,7 @@ class AnswerFile:
             "accept_lengths": list(chain.from_iterable(of["accept_lengths"])),
         }
         answer = {
-            "question_id": question.id,
+            **about,
             "category": question.category,
             "answer_id": uuid.uuid4().hex,
             "model_id": self.model_id,
@@ -171,8 +169,7 @@ class AnswerFile:
         for path, rows in ((self.path, self.answers), (self.details_path, self.details)):
             if rows:
                 ordered = sorted(rows, key=lambda name: (isinstance(name, str), name))
-                with whole_file(path) as fresh:
-                    fresh.write_text("".join(json.dumps(rows[name]) + "\n" for name in ordered))
+                write_whole(path, "".join(json.dumps(rows[name]) + "\n" for name in ordered))
 
 
 def details_of(path: Path) -> Path:
@@ -192,7 +189,7 @@ def read_answers(path: Path) -> list[Answer]:
     Raises:
         ConfigError: if it is missing, empty, or a line lacks what is scored; names the line.
     """
-    answers = [_checked(value, where) for where, value in _lines(path)]
+    answers = [_checked(row.parse(), row.where) for row in json_lines(path, _NO_LIMIT)]
     if not answers:
         raise ConfigError(f"{path} holds no answers")
     return answers
@@ -200,13 +197,9 @@ def read_answers(path: Path) -> list[Answer]:
 
 def read_details(path: Path) -> dict[int | str, dict[str, Any]]:
     """Read what lies beside an answer file; empty where there is nothing."""
-    found = [value for _, value in _lines(path)] if path.exists() else []
+    rows = json_lines(path, _NO_LIMIT) if path.exists() else ()
+    found: list[Any] = [row.parse() for row in rows]
     return {each["question_id"]: each for each in found}
-
-
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    for row in json_lines(path, 1 << 30):
-        yield row.where, row.parse()
 
 
 def _checked(value: object, where: str) -> Answer:
@@ -258,79 +251,83 @@ def answer(
         ConfigError: if the chat template refuses the conversation.
     """
     turns: list[Turn] = []
+    drawn: dict[str, Any] = {"temperature": config.temperature, "seed": config.seed + number}
     for i in range(len(question.turns)):
         ids = prompts.ids(question, [turn.text for turn in turns])
-        _, turn = decode_turn(
-            decoder,
-            torch.tensor([ids], device=input_device(decoder.base)),
-            min(config.max_new_tokens, _room(decoder, ids, f"{question.id}, turn {i}")),
-            temperature=config.temperature,
-            seed=config.seed + number,
-        )
-        turns.append(turn)
+        limit = min(config.max_new_tokens, _room(decoder, ids, f"{question.id}, turn {i}"))
+        input_ids = torch.tensor([ids], device=input_device(decoder.base))
+        turns.append(decode_turn(decoder, input_ids, limit, **drawn)[1])
     return turns
 
 
-def answer_all(
-    decoders: Mapping[str, SpecDecoder],
+def answer_missing(
+    config: SpecBenchConfig,
     questions: Sequence[Question],
-    todo: Mapping[int, Sequence[str]],
     files: Mapping[str, AnswerFile],
     prompts: QuestionPrompts,
-    config: SpecBenchConfig,
-    tick: Callable[[], object] = lambda: None,
-) -> list[int | str]:
-    """Answer what is missing, the decoders in turn, each first in every other question.
+    dtype: str,
+) -> list[int | str] | None:
+    """Load, and answer what is missing, the decoders in turn, each first in every other question.
 
     Args:
-        decoders: by name.
-        questions: of the suite.
-        todo: place of a question -> names of the decoders that have not answered it.
-        files: by the same names; every answer is written before the next question is asked.
-        prompts: makes them of questions.
         config: how; ``warmup`` times each decoder answers a question before the first is clocked.
-        tick: called after every question.
+        questions: of the suite.
+        files: of ``drafted`` and ``plain``; every answer is written before the next question is
+            asked.
+        prompts: makes them of questions.
+        dtype: of the weights.
 
     Returns:
-        The ids of the questions left out.
+        The ids of the questions left out; None where nothing is missing: then nothing is loaded.
 
     Raises:
         ConfigError: if a question does not fit, and ``skip_long`` is false.
     """
+    todo = [
+        (number, question, missing)
+        for number, question in enumerate(questions)
+        if (missing := [name for name, file in files.items() if not file.has(question)])
+    ]
+    if not todo:
+        return None
+    drafted = SpecDecoder.from_pretrained(
+        config.checkpoint, config.decode, base=config.base, dtype=dtype, device=config.device
+    )
+    decoders = {"drafted": drafted, "plain": replace(drafted, drafter=None, acceptance=None)}
     left_out: list[int | str] = []
-    fitting: list[tuple[int, Question]] = []
+    fitting: list[tuple[int, Question, list[str]]] = []
+    with progress_bar("question", total=len(todo)) as bar:
 
-    def too_long(question: Question, error: TooLongError) -> None:
-        if not config.skip_long:
-            raise ConfigError(f"{error}; skip_long=true leaves such questions out") from None
-        left_out.append(question.id)
-        tick()
+        def too_long(question: Question, error: TooLongError) -> None:
+            if not config.skip_long:
+                raise ConfigError(f"{error}; skip_long=true leaves such questions out") from None
+            left_out.append(question.id)
+            bar.update()
 
-    any_decoder = next(iter(decoders.values()))
-    for number in todo:  # all of them first: the last question must not end a run of hours
-        question = questions[number]
-        try:
-            _room(any_decoder, prompts.ids(question), f"{question.id}, turn 0")
-            fitting.append((number, question))
-        except TooLongError as error:
-            too_long(question, error)
-    for number, question in fitting[:1]:
-        for decoder in [decoders[name] for name in files] * config.warmup:
-            with contextlib.suppress(TooLongError):  # of a later turn; the clocked one says it
-                answer(decoder, question, number, prompts, config)
-    for number, question in fitting:
-        missing = list(todo[number])
-        order = missing if number % 2 else missing[::-1]
-        try:
-            turns = {
-                name: answer(decoders[name], question, number, prompts, config) for name in order
-            }
-        except TooLongError as error:
-            too_long(question, error)
-            continue
-        for name in missing:
-            files[name].append(question, turns[name])
-        tick()
+        for each in todo:  # all of them first: the last question must not end a run of hours
+            _, question, _ = each
+            try:
+                _room(drafted, prompts.ids(question), f"{question.id}, turn 0")
+                fitting.append(each)
+            except TooLongError as error:
+                too_long(question, error)
+        for number, question, _ in fitting[:1]:
+            for decoder in [decoders[name] for name in files] * config.warmup:
+                with contextlib.suppress(TooLongError):  # of a later turn; the clocked one says it
+                    answer(decoder, question, number, prompts, config)
+        for number, question, missing in fitting:
+            order = missing if number % 2 else missing[::-1]
+            try:
+                turns = {
+                    name: answer(decoders[name], question, number, prompts, config)
+                    for name in order
+                }
+            except TooLongError as error:
+                too_long(question, error)
+                continue
+            for name in missing:
+                files[name].append(question, turns[name])
+            bar.update()
     return left_out
 
 
@@ -498,11 +495,11 @@ def corrected(answers: Sequence[Answer], baseline: Sequence[Answer]) -> dict[str
         ``tokens_per_second``, ``tokens_per_second_baseline``, ``speedup`` and ``speedup_ci95``: the
         bootstrap interval over questions.
     """
-    ours, theirs = (
-        ([_sum(each, "new_tokens") for each in side], [_sum(each, "wall_time") for each in side])
-        for side in (answers, baseline)
-    )
-    return _speeds(ours, theirs)
+    return _speeds(_work(answers), _work(baseline))
+
+
+def _work(answers: Sequence[Answer]) -> Work:
+    return [_sum(each, "new_tokens") for each in answers], [_sum(a, "wall_time") for a in answers]
 
 
 def _speeds(ours: Work, theirs: Work) -> dict[str, Any]:
@@ -609,28 +606,24 @@ def score(
     return rows
 
 
-def _times(speeds: Mapping[str, Any] | None) -> str:
-    return figure(speeds["speedup"] if speeds else None, ".2fx", "-")
+def _speed(speeds: Mapping[str, Any] | None, key: str = "speedup", form: str = ".2fx") -> str:
+    return figure(speeds[key] if speeds else None, form, "-")
 
 
 def _bounds(speeds: Mapping[str, Any] | None) -> str:
     return interval(speeds["speedup_ci95"]) if speeds else "-"
 
 
-def _of_formula(row: Mapping[str, Any], key: str) -> str:
-    return figure(row["published"] and row["published"][key], ".1f", "-")
-
-
 _SCORES: Columns = {
     "task": lambda row: str(row["task"]),
     "n": lambda row: str(row["num_questions"]),
-    "tok/s": lambda row: _of_formula(row, "tokens_per_second"),
-    "base": lambda row: _of_formula(row, "tokens_per_second_baseline"),
-    "speed-up": lambda row: _times(row["published"]),
+    "tok/s": lambda row: _speed(row["published"], "tokens_per_second", ".1f"),
+    "base": lambda row: _speed(row["published"], "tokens_per_second_baseline", ".1f"),
+    "speed-up": lambda row: _speed(row["published"]),
     "MAT": lambda row: f"{row['accept_length']:.2f}",
-    "corrected": lambda row: _times(row["corrected"]),
+    "corrected": lambda row: _speed(row["corrected"]),
     "95%": lambda row: _bounds(row["corrected"]),
-    "decode": lambda row: _times(row["decode_only"]),
+    "decode": lambda row: _speed(row["decode_only"]),
     "decode 95%": lambda row: _bounds(row["decode_only"]),
     "same": lambda row: f"{row['identical']}/{row['compared']}" if row["corrected"] else "-",
 }
@@ -639,12 +632,11 @@ _SCORES: Columns = {
 def format_scores(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the table: Spec-Bench's own figures on the left, corrected ones on the right."""
     overall = rows[-1]
-    low, high = overall["accept_length_ci95"]
     deep = ", ".join(f"{i}: {share:.2f}" for i, share in enumerate(overall["accepted_at"], 1))
     return (
         "Up to MAT by Spec-Bench's formula, then corrected: one rule for both\n"
         f"{make_table(rows, _SCORES).text()}\n"
-        f"Accept length {overall['accept_length']:.2f} (95%: {low:.2f} to {high:.2f})"
+        f"Accept length {estimate(overall, 'accept_length')}"
         + (f"; share of steps that accepted at least so many guesses: {deep}" if deep else "")
     )
 

@@ -94,7 +94,7 @@ def tree_support(model: PreTrainedModel) -> Support:
     known = _known.get(model)
     if known is not None and known[0] == attention:
         return known[1]
-    layers = _cache_layers(model)
+    layers = cache_layers(model)
     if reason := _why_not_at_all(model, layers):
         raise ConfigError(f"{name} {reason}")
     try:
@@ -121,7 +121,7 @@ def _has_alibi(model: PreTrainedModel) -> bool:
     )
 
 
-def _cache_layers(model: PreTrainedModel) -> Sequence[object]:
+def cache_layers(model: PreTrainedModel) -> Sequence[object]:
     """Return the layers of the cache that transformers would make; none where it cannot tell."""
     try:
         return DynamicCache(config=model.config).layers

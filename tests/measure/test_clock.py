@@ -66,8 +66,7 @@ def test_a_budget_ends_between_prompts(seconds: float, expected: int) -> None:
     methods = [Method("plain", decode), Method("tree", decode)]
     prompts = [Prompt(str(i), "kind", torch.tensor([[i]])) for i in range(6)]
     whole = clock(methods, prompts, 0.0, repeats=1)
-    tick = Budget(seconds, watch).tick(2 * len(methods))
-    runs = clock(methods, prompts, 0.0, repeats=1, tick=tick)
+    runs = clock(methods, prompts, 0.0, repeats=1, budget=Budget(seconds, watch), least=2)
     for name, of in runs.items():
         assert of.decoded == whole[name].decoded[:expected]
         assert len(of.seconds[0]) == expected

@@ -159,9 +159,11 @@ def test_greedy_texts_of_both_models(make_tiny_llama: Callable[..., LlamaForCaus
     """Texts of one model compared with themselves agree whatever was tuned."""
     base = make_tiny_llama(std=0.3)
     prompts = [Prompt(str(i), "k", torch.tensor([[i, 7, 11]])) for i in range(3)]
-    same = greedy_agreement(base, base, prompts, max_new_tokens=12, eos=(258,))
+    same = greedy_agreement(base, base, prompts, max_new_tokens=12, eos_token_ids=(258,))
     assert same["identical"] == 3 and same["common_prefix"] == same["length"]
-    other = greedy_agreement(nudged(base, 0.2), base, prompts, max_new_tokens=12, eos=(258,))
+    other = greedy_agreement(
+        nudged(base, 0.2), base, prompts, max_new_tokens=12, eos_token_ids=(258,)
+    )
     assert other["identical"] < 3 and other["common_prefix"] < other["length"]
 
 

@@ -1,0 +1,115 @@
+"""A user's own YAML file of settings, ``config=my.yaml``, and how ``specheads init`` begins one.
+
+The file holds what a command line would, ``optim.lr: 1e-3`` or ``optim: {lr: 1e-3}``. What stands
+on the command line itself counts more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specheads.system.errors import ConfigError
+
+
+def hydra_word(value: object) -> str:
+    """Return a value as Hydra reads it on a command line."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}: {hydra_word(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(hydra_word, value)) + "]"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    text = str(value)
+    if not isinstance(value, str) or (_PLAIN.fullmatch(text) and not _OTHER.fullmatch(text)):
+        return text
+    # in front of a quote, and at the end, Hydra takes two backslashes for one
+    return "'" + re.sub(r"(\\*)('|\Z)", _escaped, text) + "'"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return 2 * found[1] + ("\\'" if found[2] else "")
+
+
+_PLAIN = re.compile(r"[\w./:@~+-]+")
+# what would be read as another type than text
+_OTHER = re.compile(r"[-+.\d_e]+|true|false|null|[-+]?(inf|nan)", re.IGNORECASE)
+
+
+def with_own_file(argv: Sequence[str]) -> list[str]:
+    """Return a command line with the settings of the file that ``config=`` names in its place.
+
+    Raises:
+        ConfigError: if there is no such file, or it holds no settings; one line.
+    """
+    others = [word for word in argv if not word.startswith("config=")]
+    given = {word.partition("=")[0].lstrip("+~") for word in others}
+    found: dict[str, str] = {}
+    for word in argv:
+        if word.startswith("config="):
+            found |= dict(_settings(Path(word.partition("=")[2]).expanduser()))
+    # recipe= is written +recipe= too, and model.name= where model= would be
+    kept = {key: value for key, value in found.items() if key not in given}
+    return [*(f"{key}={value}" for key, value in kept.items()), *others]
+
+
+def _settings(path: Path) -> Iterator[tuple[str, str]]:
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+    except OSError as error:
+        raise ConfigError(f"config={path} cannot be read: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(f"config={path} is no YAML: {why}") from None
+    if not isinstance(values, dict) or not values:
+        raise ConfigError(f"config={path} holds no settings; expected lines like optim.lr: 1e-3")
+    yield from _leaves(values, "")
+
+
+def _leaves(values: Mapping[Any, Any], above: str) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", hydra_word(value)
+
+
+# the settings that decide most, and why one would change them
+REASONS = {
+    "seed": "two runs that differ in nothing else tell how much chance there is in a figure",
+    "steps": "optimizer steps of the whole run; 0: by rule, from data, said in its first lines",
+    "optim.lr": "of the heads; 0: by rule, from the base's width; too high and the loss jumps",
+    "heads.num_heads": "tokens guessed ahead; the last ones are seldom right and cost as much",
+    "data.seq_len": "tokens of a row; longer answers are left out, memory grows with it",
+    "data.rows": "rows of a step; halve it, and double optim.accumulation, if memory runs out",
+    "features.dir": "where the base's hidden states are kept, so that it runs once; auto: beside"
+    " the runs; '': it runs in every step",
+    "evaluate.every": "steps between real decodings of held-out prompts; the best weights are kept;"
+    " 0: only at the end",
+    "checkpoint.every": "steps that a killed run loses at most; resume=auto goes on; 0: all",
+    "log.wandb": "auto: Weights & Biases, if it is installed and logged in; disabled",
+}
+
+
+def first_file(words: Sequence[str], settings: Any) -> str:
+    """Return a YAML file with a run's settings: those given, and those of :data:`REASONS`.
+
+    Args:
+        words: ``key=value``, what names recipe, model and data.
+        settings: the checked settings that they make, a ``TrainConfig``.
+    """
+    lines = ["# specheads train config=<this file>; what the command line says counts more"]
+    lines += [f"{key.lstrip('+')}: {value}" for key, _, value in (w.partition("=") for w in words)]
+    for key, why in REASONS.items():
+        value = settings
+        for name in key.split("."):
+            value = getattr(value, name)
+        shown = "''" if value == "" else value
+        lines += [f"# {why}", f"{key}: {shown}"]
+    return "\n".join(lines) + "\n"

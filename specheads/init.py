@@ -1,0 +1,42 @@
+"""Begin a YAML file of a run: ``python -m specheads.init model=<base> data=<file> output=my.yaml``.
+
+It holds recipe, model and data, and the ten settings that matter most, each with its reason;
+``specheads train config=my.yaml`` takes it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specheads.config import ConfigError, InitConfig, TrainConfig
+from specheads.config.compose import composed
+from specheads.config.main import hydra_main, tidy_arguments
+from specheads.config.own import first_file
+from specheads.system.files import whole_file
+
+
+def run(config: InitConfig) -> None:
+    """Check the settings as training would, and write them.
+
+    Raises:
+        ConfigError: if one is wrong, or the file is there already.
+    """
+    output = Path(config.output).expanduser()
+    if output.exists():
+        raise ConfigError(f"output={output} is there already; name another, or remove it")
+    name = config.name or output.stem
+    words = [f"recipe={config.recipe}", f"model={config.model}", f"data={config.data}"]
+    words = [*(word for word in words if not word.endswith("=")), f"name={name}"]
+    settings = composed("train", TrainConfig, [*tidy_arguments(words), f"run_dir=runs/{name}"])
+    with whole_file(output) as fresh:
+        fresh.write_text(first_file(words, settings), encoding="utf-8")
+    print(f"wrote {output}; next: specheads train config={output} dry_run=true")
+
+
+def main() -> None:
+    """Compose, check, write."""
+    hydra_main("init", InitConfig, run, literal=("model", "data", "output"))
+
+
+if __name__ == "__main__":
+    main()
