@@ -22,7 +22,7 @@ from specheads.models.checkpoint import read_config
 from specheads.models.manifest import read_json, read_provenance
 from specheads.models.names import OURS
 from specheads.system.files import whole_file
-from specheads.system.hub import is_hub_error, keep_to_the_cache_if_unreachable
+from specheads.system.hub import fetched, keep_to_the_cache_if_unreachable
 
 CARD = "README.md"
 BEGIN = "<!-- specheads: measured. This part is rewritten; write elsewhere. -->"
@@ -534,22 +534,11 @@ def licence_of(name: str, revision: str | None = None) -> Licence:
     found = None
     if folder.is_dir():
         found = _of_file(folder / CARD) or _of_file(folder / "config.json")
-    elif not folder.is_absolute() and (card := _card_on_the_hub(name, revision)):
-        found = _of_file(card)
+    elif not folder.is_absolute():
+        keep_to_the_cache_if_unreachable()
+        card = fetched(name, CARD, revision)
+        found = _of_file(card) if card else None
     return found or Licence(UNKNOWN)
-
-
-def _card_on_the_hub(name: str, revision: str | None) -> Path | None:
-    """Return the card of a model on the hub: from the cache, or fetched if the hub answers."""
-    from huggingface_hub import hf_hub_download
-
-    keep_to_the_cache_if_unreachable()
-    try:
-        return Path(hf_hub_download(name, CARD, revision=revision))
-    except Exception as error:
-        if not is_hub_error(error):
-            raise
-        return None  # no card, no access, no network: the licence stays unknown
 
 
 def _of_file(file: Path) -> Licence | None:
