@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from specheads.config.data import DataConfig
 from specheads.config.declared import Section, Settings, at_least, one_of, positive, within
 from specheads.system import errors
-from specheads.system.errors import MISSING, check, check_device, dtype_name
+from specheads.system.errors import MISSING, check_device, dtype_name
 
 # what proposes, and what it needs: heads (of an export), draft (a draft model), or nothing
 DRAFTERS = {
@@ -53,12 +53,10 @@ class DecodeConfig(Section):
         names = [] if self.drafter == "auto" else self.drafter.split("+")
         for name in names:
             errors.one_of("decode.drafter", name, "auto", *DRAFTERS)
-        check(len(set(names)) == len(names), "decode.drafter", self.drafter, "without repetition")
-        there = bool(self.draft) or all(DRAFTERS[name] != "draft" for name in names)
-        expected = f"a draft model with decode.drafter={self.drafter}"
-        check(there, "decode.draft", self.draft, expected)
-        nodes = self.num_nodes
-        check(nodes == 0 or nodes >= 2, "decode.num_nodes", nodes, "0 or above 1")
+        self.check(len(set(names)) == len(names), "drafter", "without repetition")
+        there = self.draft or all(DRAFTERS[name] != "draft" for name in names)
+        self.check(there, "draft", f"a draft model with decode.drafter={self.drafter}")
+        self.check(self.num_nodes == 0 or self.num_nodes >= 2, "num_nodes", "0 or above 1")
 
 
 @dataclass
@@ -92,11 +90,11 @@ class SpreadSettings(LoadSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        device, device_map = self.device, self.device_map
         options = ("auto", "balanced", "balanced_low_0", "sequential")
         expected = f"empty or one of {', '.join(options)} (device= puts it on one device)"
-        check(device_map in ("", *options), "device_map", device_map, expected)
-        check(not device_map or device == "auto", "device", device, f"auto with {device_map=!s}")
+        self.check(self.device_map in ("", *options), "device_map", expected)
+        alone = not self.device_map or self.device == "auto"
+        self.check(alone, "device", f"auto with device_map={self.device_map}")
 
 
 @dataclass
@@ -116,8 +114,7 @@ class TextSettings(SpreadSettings, CheckpointSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        penalty = self.repetition_penalty
-        check(penalty > 0, "repetition_penalty", penalty, "more than 0")
+        self.check(self.repetition_penalty > 0, "repetition_penalty", "more than 0")
 
 
 @dataclass
@@ -146,8 +143,8 @@ class GenerateConfig(TextSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(not (self.prompt and self.prompts), "prompts", self.prompts, "left out with prompt")
-        check(all(self.stop), "stop", self.stop, "strings that are not empty")
+        self.check(not (self.prompt and self.prompts), "prompts", "left out with prompt")
+        self.check(all(self.stop), "stop", "strings that are not empty")
 
 
 @dataclass
@@ -185,7 +182,7 @@ class BenchConfig(MeasureSettings, CheckpointSettings):
         super().__post_init__()
         for name, suffix in (("steps", ".jsonl"), ("report", ".html")):
             given: str = getattr(self, name)
-            check(not given or given.endswith(suffix), name, given, f"a file name with {suffix}")
+            self.check(not given or given.endswith(suffix), name, f"a file name with {suffix}")
 
 
 @dataclass
@@ -222,8 +219,7 @@ class TreeSearchConfig(MeasureSettings, CheckpointSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        nodes = self.num_nodes
-        check(nodes >= 0 and nodes != 1, "num_nodes", nodes, "0 or above 1")
+        self.check(self.num_nodes == 0 or self.num_nodes >= 2, "num_nodes", "0 or above 1")
 
 
 @dataclass
@@ -250,9 +246,9 @@ class SpecBenchConfig(MeasureSettings, CheckpointSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(bool(self.template), "template", self.template, "chat, vicuna, none or a file")
-        check("/" not in self.name, "name", self.name, "a file name, without a slash")
-        check(self.end == 0 or self.end > self.begin, "end", self.end, f"0 or above {self.begin}")
+        self.check(self.template, "template", "chat, vicuna, none or a file")
+        self.check("/" not in self.name, "name", "a file name, without a slash")
+        self.check(self.end == 0 or self.end > self.begin, "end", f"0 or above {self.begin}")
 
 
 @dataclass
@@ -317,12 +313,12 @@ class RegenerateConfig(MeasureSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        both = bool(self.endpoint and self.checkpoint)
-        check(not both, "endpoint", self.endpoint, "left out with checkpoint")
+        both = self.endpoint and self.checkpoint
+        self.check(not both, "endpoint", "left out with checkpoint")
         if self.prompts == "self":
-            check(self.limit > 0, "limit", self.limit, "the number of questions with prompts=self")
+            self.check(self.limit > 0, "limit", "the number of questions with prompts=self")
             here = "left out with prompts=self: a server does not let its model write a user's turn"
-            check(not self.endpoint, "endpoint", self.endpoint, here)
+            self.check(not self.endpoint, "endpoint", here)
 
 
 @dataclass
@@ -346,7 +342,7 @@ class AutoConfig(LoadSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("/" not in self.name, "name", self.name, "a folder's name, without a slash")
+        self.check("/" not in self.name, "name", "a folder's name, without a slash")
 
 
 @dataclass
@@ -403,8 +399,7 @@ class ExportConfig(Settings):
         super().__post_init__()
         self.format = self.format.replace("-", "_")
         if self.format != "native":
-            expected = f"keep with format={self.format}"
-            check(self.lm_head == "keep", "lm_head", self.lm_head, expected)
+            self.check(self.lm_head == "keep", "lm_head", f"keep with format={self.format}")
         check_device(self.device)
         if self.dtype is not None:
             self.dtype = dtype_name("dtype", self.dtype)

@@ -12,6 +12,12 @@ from specheads.system import errors
 from specheads.system.errors import DTYPES, ConfigError, check
 
 SOURCES = ("pycode", "jsonl", "parquet", "hub", "mixture")
+# what data.path has to be, of the sources that read one
+_PATHS = {
+    "jsonl": "a .jsonl file",
+    "parquet": "a .parquet file or a folder of them",
+    "hub": "the name of a data set",
+}
 
 
 @dataclass
@@ -50,23 +56,17 @@ class DataConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for source, what in (
-            ("jsonl", "a .jsonl file"),
-            ("parquet", "a .parquet file or a folder of them"),
-            ("hub", "the name of a data set"),
-        ):
-            check(self.source != source or bool(self.path), "data.path", self.path, what)
-        streamed, on_hub = self.source in ("jsonl", "parquet", "hub"), self.source == "hub"
+        from_files, on_hub = self.source in _PATHS, self.source == "hub"
+        self.check(self.path or not from_files, "path", _PATHS.get(self.source, ""))
         held = f"false with data.source={self.source}, which is held in memory"
-        check(not self.streaming or streamed, "data.streaming", self.streaming, held)
+        self.check(from_files or not self.streaming, "streaming", held)
         hub = "left out with data.source=hub, which has data.eval_split"
-        check(not (on_hub and self.eval_path), "data.eval_path", self.eval_path, hub)
+        self.check(not (on_hub and self.eval_path), "eval_path", hub)
         file = "left out unless data.source=hub; there is data.eval_path"
-        check(on_hub or not self.eval_split, "data.eval_split", self.eval_split, file)
+        self.check(on_hub or not self.eval_split, "eval_split", file)
         self._check_growth()
         if self.source == "mixture":
-            parts = "[{source: ..., path: ..., weight: ...}, ...]"
-            check(len(self.mixture) > 0, "data.mixture", self.mixture, parts)
+            self.check(self.mixture, "mixture", "[{source: ..., path: ..., weight: ...}, ...]")
             mixture_parts(self)
 
     def _check_growth(self) -> None:
@@ -77,7 +77,7 @@ class DataConfig(Section):
             and all(0 < a[1] < b[1] for a, b in pairwise(stages))
         )
         expected = "[divisor of data.seq_len, share of the steps until then], both rising"
-        check(rising, "data.growth", self.growth, expected)
+        self.check(rising, "growth", expected)
         if any(not 0 < length < self.seq_len or self.seq_len % length for length, _ in self.growth):
             raise ConfigError(
                 f"data.seq_len={self.seq_len} does not fit data.growth={self.growth}, the lengths"

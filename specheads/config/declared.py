@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from specheads.system import errors
@@ -29,6 +30,10 @@ class Settings:
         for each in fields(self):
             if check := each.metadata.get("check"):
                 check(self, self.section, each.name)
+
+    def check(self, fits: object, name: str, expected: str) -> None:
+        """Raise ConfigError unless ``fits``, about a setting or one of a section, ``optim.lr``."""
+        errors.check(bool(fits), self.section + name, attrgetter(name)(self), expected)
 
 
 @dataclass

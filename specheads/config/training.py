@@ -65,9 +65,9 @@ class HeadsConfig(Section):
         super().__post_init__()
         trained = self.num_layers > 0 or "shared" not in self.lm_head or self.condition
         expected = f"at least 1 with heads.lm_head={self.lm_head} (nothing would be trained)"
-        check(trained, "heads.num_layers", self.num_layers, expected)
+        self.check(trained, "num_layers", expected)
         taken = self.kind != "medusa" or not self.options
-        check(taken, "heads.options", self.options, "empty with heads.kind=medusa, which has keys")
+        self.check(taken, "options", "empty with heads.kind=medusa, which has keys")
 
 
 @dataclass
@@ -112,7 +112,7 @@ class DraftConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         expected = "empty with draft.on_policy, whose answers nobody has stored"
-        check(not (self.stored and self.on_policy), "draft.stored", self.stored, expected)
+        self.check(not (self.stored and self.on_policy), "stored", expected)
 
 
 @dataclass
@@ -147,7 +147,7 @@ class LossConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lambda_schedule == "step":  # lambda_end is reached by a factor of it
-            check(self.lambda_0 > 0, "loss.lambda_0", self.lambda_0, "positive with a step")
+            self.check(self.lambda_0 > 0, "lambda_0", "positive with a step")
 
 
 @dataclass
@@ -190,7 +190,7 @@ class OptimConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.lr >= 0, "optim.lr", self.lr, "positive")
+        self.check(self.lr >= 0, "lr", "positive")
 
 
 @dataclass
@@ -218,9 +218,8 @@ class EvaluateConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        found = self.temperatures
-        ok = len(found) > 0 and all(each >= 0 for each in found)
-        check(ok, "evaluate.temperatures", found, "at least one, none negative")
+        ok = len(self.temperatures) > 0 and all(each >= 0 for each in self.temperatures)
+        self.check(ok, "temperatures", "at least one, none negative")
 
 
 @dataclass
@@ -291,26 +290,25 @@ class TrainConfig(Settings):
         super().__post_init__()
         fixed = self.recipe and self.recipe not in RULED and not self.recipe.endswith(".py")
         given = f"given: {self.recipe} has no rule for it"
-        check(self.steps > 0 or not fixed, "steps", self.steps, given)
-        check(self.optim.lr > 0 or not fixed, "optim.lr", self.optim.lr, given)
-        check(self.tokenizer_size > 272, "tokenizer_size", self.tokenizer_size, "more than 272")
+        self.check(self.steps > 0 or not fixed, "steps", given)
+        self.check(self.optim.lr > 0 or not fixed, "optim.lr", given)
+        self.check(self.tokenizer_size > 272, "tokenizer_size", "more than 272")
         check_device(self.device)
         # the loss sums in float64
-        mps = "auto, cpu or cuda: mps has no float64"
-        check(self.device != "mps", "device", self.device, mps)
+        self.check(self.device != "mps", "device", "auto, cpu or cuda: mps has no float64")
         adapted = self.loss.base == "labels" or self.adapter.kind == "lora"
         lora = "adapter=lora beside it: the original is the same weights with the adapter off"
-        check(adapted, "loss.base", self.loss.base, lora)
+        self.check(adapted, "loss.base", lora)
         self.autocast = DTYPES.get(self.autocast, self.autocast)
         by_rule = () if fixed else ("auto",)
         errors.one_of("autocast", self.autocast, "none", "bfloat16", "float16", *by_rule)
         scaled = bool(self.deepspeed) and self.model.dtype != "bfloat16"
         what = "bfloat16 or none with deepspeed=none, which scales no loss, or model.dtype=bfloat16"
-        check(self.autocast != "float16" or scaled, "autocast", self.autocast, what)
+        self.check(self.autocast != "float16" or scaled, "autocast", what)
         stage = (self.deepspeed.get("zero_optimization") or {}).get("stage", 0)
         half = bool(self.deepspeed) and "float16" in (self.autocast, self.model.dtype)
         # stage 0 divides gradients by a loss scale that no loss was multiplied by
         zero = "zero1, zero2 or zero3 with autocast=float16 or model.dtype=float16"
         check(not half or stage > 0, "deepspeed", "zero0", zero)
         whole = "0 with deepspeed=zero3, where no rank has whole weights to decode with (zero2 has)"
-        check(stage != 3 or not self.evaluate.every, "evaluate.every", self.evaluate.every, whole)
+        self.check(stage != 3 or not self.evaluate.every, "evaluate.every", whole)
