@@ -62,7 +62,7 @@ _LEFT = ("confidence_head.", "t2d", "mask_embedding")
 _EAGLE_KEYS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def check(job: Job) -> None:
+def _check(job: Job) -> None:
     """Refuse heads that a format has no place for, from config.json alone.
 
     Raises:
@@ -99,6 +99,7 @@ def check(job: Job) -> None:
 
 def write(job: Job) -> list[str]:
     """Write an export in one of the formats; the base itself is not written."""
+    _check(job)
     export = load_export(job.checkpoint, device="cpu")
     heads, output = cast(TappedHeads, export.heads), output_layer(export.base)
     capped = "the format does not: the heads' logits are larger there,"

@@ -97,7 +97,7 @@ _NAMES = {
 }
 
 
-def check(job: Job) -> None:
+def _check(job: Job) -> None:
     """Refuse Medusa heads that a format has no place for, from config.json alone.
 
     Raises:
@@ -123,6 +123,7 @@ def check(job: Job) -> None:
 
 def write(job: Job) -> list[str]:
     """Write an export in one of the four layouts."""
+    _check(job)
     heads = cast(MedusaHeads, load_heads(job.checkpoint))  # in the precision they are stored in
     tokenizer, tuned = load_tokenizer(job.checkpoint), job.info["base"]["tuned"]
     place = str(job.output.resolve() / "base") if tuned else base_name(job.info, "")
@@ -161,7 +162,7 @@ def write_heads(
     Args:
         form: any of the layouts but ``merged``.
         folder: an empty one.
-        heads: those that :func:`check` has nothing against.
+        heads: those that :func:`write` has nothing against.
         output: the base's output layer; None where the layout has no matrices. A factor on its
             logits goes into the matrices, or into vLLM's config.
         dtype: of the tensors; None keeps each as it is.

@@ -60,9 +60,9 @@ class Format:
         kinds: of exports that have a place in it: kinds of heads, or ``draft``.
         holds: for docs/formats.md, and for errors.
         write: writes the folder, whole or not at all, and returns lines that the user has to know.
+            Raises ConfigError before anything is loaded for heads of one of ``kinds`` that the
+            format cannot hold, as far as config.json says that.
         serve: ``(place, base, info) -> commands``, see :func:`commands`.
-        check: raises ConfigError for heads of one of ``kinds`` that the format cannot hold, from
-            config.json alone.
         card: a sentence for the model card; for a format without heads the whole introduction, with
             ``{base}`` and ``{kind}``.
         title: of the model card; empty unless the heads are left out.
@@ -75,7 +75,6 @@ class Format:
     holds: str
     write: Callable[[Job], list[str]]
     serve: Callable[[str, str, dict[str, Any]], list[Serving]]
-    check: Callable[[Job], None] | None = None
     card: str = ""
     title: str = ""
     chain: bool = False
@@ -98,8 +97,6 @@ def write(job: Job) -> list[str]:
     if kind not in known.kinds:
         found = _INSTEAD.get(kind, f"{kind}; plain writes its base model")
         raise ConfigError(f"format={job.form} holds {known.holds}; {job.checkpoint} is {found}")
-    if known.check:
-        known.check(job)
     return known.write(job)
 
 
@@ -184,10 +181,8 @@ _INSTEAD = {
     "eagle3": "an EAGLE-3 head, which format=eagle3 holds",
     "draft": "a draft model, which format=draft writes for every engine",
 }
-_MEDUSA = partial(Format, kinds=("medusa",), write=medusa.write, check=medusa.check, chain=True)
-_DRAFTER = partial(
-    Format, write=drafters.write, check=drafters.check, chain=True, card="Laid out for engines."
-)
+_MEDUSA = partial(Format, kinds=("medusa",), write=medusa.write, chain=True)
+_DRAFTER = partial(Format, write=drafters.write, chain=True, card="Laid out for engines.")
 _ORIGINAL = "Laid out as the original Medusa code and TGI read them"
 
 FORMATS = {
