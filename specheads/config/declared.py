@@ -50,11 +50,13 @@ def _declared(default: Any, check: Check) -> Any:
     return field(default=default, metadata={"check": check})
 
 
+def _bounded(check: Callable[..., None], bound: object, default: Any) -> Any:
+    return _declared(default, lambda of, section, name: check(of, section, **{name: bound}))
+
+
 def at_least(bound: float, default: Any) -> Any:
     """Declare a number, or a list of them, none below ``bound``."""
-    return _declared(
-        default, lambda of, section, name: errors.at_least(of, section, **{name: bound})
-    )
+    return _bounded(errors.at_least, bound, default)
 
 
 def positive(default: float) -> Any:
@@ -64,9 +66,7 @@ def positive(default: float) -> Any:
 
 def within(interval: str, default: float) -> Any:
     """Declare a number in an interval as mathematics writes it: ``(0, 1]`` leaves out 0."""
-    return _declared(
-        default, lambda of, section, name: errors.within(of, section, **{name: interval})
-    )
+    return _bounded(errors.within, interval, default)
 
 
 def one_of(*options: str, default: str = "") -> Any:

@@ -87,10 +87,11 @@ def write(
     use = _use(commands(form, place, info, base=_moved(about)))
     if name and place != name:
         use = f"```sh\nhf download {name} --local-dir {place}\n```\n\n{use}"
+    title, text = _opening(form, info)
     parts = [
         _front_matter(form, info, licence),
-        f"# {_title(form, info)}",
-        _introduction(form, info),
+        f"# {title}",
+        text,
         f"## What the output is\n\n{_output(info)}",
         f"## Training\n\n{_training(info.get('training') or {})}",
         f"## Measured\n\n{BEGIN}\n{figures}\n{END}",
@@ -254,31 +255,25 @@ def _front_matter(form: str, info: Mapping[str, Any], licence: Licence) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _title(form: str, info: Mapping[str, Any]) -> str:
-    base = _shown_base(info)
+def _opening(form: str, info: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the card's title, and what the folder is."""
+    kind, base, known = info.get("kind"), _shown_base(info), FORMATS[form]
+    of = f" of {base}" if base else ""
     if _without_heads(form, info):
         tuned = "tuned base" if info["base"].get("tuned") else "base"
-        return f"{FORMATS[form].title} {base}".strip().replace("base", tuned, 1)
-    kind = info.get("kind")
+        title = f"{known.title} {base}".strip().replace("base", tuned, 1)
+        return title, known.card.format(base=of, kind=kind)
     what = "A base model" if kind is None else _KINDS.get(kind, (f"{kind} heads", ""))[0]
-    return f"{what} for {base}" if base else f"{what}, trained from scratch"
-
-
-def _introduction(form: str, info: Mapping[str, Any]) -> str:
-    """Return what the folder is."""
-    kind, base = info.get("kind"), _shown_base(info)
-    of = f" of {base}" if base else ""
+    title = f"{what} for {base}" if base else f"{what}, trained from scratch"
     if kind is None:
-        return "A plain language model, for heads or a draft model to be trained on."
-    if _without_heads(form, info):
-        return FORMATS[form].card.format(base=of, kind=kind)
+        return title, "A plain language model, for heads or a draft model to be trained on."
     if kind == "draft":
-        return f"A small model that guesses the next tokens{of}, for speculative decoding."
-    number = info["num_heads"]
-    return (
-        f"{number} heads that guess the next {number} tokens behind the one that the base"
-        f" model{of} gives, for speculative decoding. {FORMATS[form].card}"
-    ).rstrip()
+        return title, f"A small model that guesses the next tokens{of}, for speculative decoding."
+    text = (
+        f"{info['num_heads']} heads that guess the next {info['num_heads']} tokens behind the one"
+        f" that the base model{of} gives, for speculative decoding. {known.card}"
+    )
+    return title, text.rstrip()
 
 
 def _output(info: Mapping[str, Any]) -> str:
