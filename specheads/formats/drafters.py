@@ -173,13 +173,16 @@ def _config(
         "attention_bias": False,
         "tie_word_embeddings": False,
     }
-    if not eagle:
-        layer["layer_types"] = ["full_attention"] * num_layers
     behind = [tap + 1 for tap in form.taps]
+    # what all layouts say of the heads, and what speculators says besides
     if eagle:
         own: dict[str, Any] = {key: getattr(form, key) for key in _EAGLE_KEYS}
+        besides = {"embed_requires_grad": False}
     else:
+        layer["layer_types"] = ["full_attention"] * num_layers
         own = {"block_size": cast(BlockHeads, heads).num_slots, "mask_token_id": form.mask_token_id}
+        # inside a block attention goes both ways
+        besides = {"sample_from_anchor": form.sample_from_anchor, "sliding_window_non_causal": True}
     if kind == "dspark":
         own |= {
             "markov_rank": cast(BlockHeads, heads).markov_rank,
@@ -191,14 +194,6 @@ def _config(
     common = {"architectures": [architecture], "draft_vocab_size": heads.num_outputs}
     if layout == "speculators":
         taps = "eagle_aux_hidden_state_layer_ids" if eagle else "aux_hidden_state_layer_ids"
-        if not eagle:
-            own |= {
-                "sample_from_anchor": form.sample_from_anchor,
-                # inside a block attention goes both ways
-                "sliding_window_non_causal": True,
-            }
-        else:
-            own["embed_requires_grad"] = False
         proposal = {
             "proposal_type": "greedy",
             "speculative_tokens": heads.num_heads,
@@ -208,6 +203,7 @@ def _config(
         return {
             **common,
             **own,
+            **besides,
             "speculators_model_type": kind,
             "speculators_version": _VERSION,
             taps: behind,
@@ -230,9 +226,8 @@ def _config(
         "num_target_layers": base.config.get_text_config().num_hidden_layers,
     }
     if eagle:
-        norms = {key: own[key] for key in _EAGLE_KEYS}
         ids = {"eagle_aux_hidden_state_layer_ids": behind, "use_aux_hidden_state": True}
-        return {**config, **norms, "eagle_config": {**ids, **norms}}
+        return {**config, **own, "eagle_config": {**ids, **own}}
     if kind == "dspark":
         return {**config, **own, "target_layer_ids": list(form.taps)}
     mask = own.pop("mask_token_id")
