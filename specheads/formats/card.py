@@ -21,7 +21,7 @@ from specheads.formats.write import FORMATS, commands, upload
 from specheads.models.checkpoint import read_config
 from specheads.models.manifest import read_json, read_provenance
 from specheads.models.names import OURS
-from specheads.system.files import whole_file
+from specheads.system.files import write_whole
 from specheads.system.hub import fetched, keep_to_the_cache_if_unreachable
 
 CARD = "README.md"
@@ -200,11 +200,10 @@ def _split(folder: Path) -> tuple[str, str]:
 
 
 def _save(file: Path, text: str) -> None:
-    with whole_file(file) as fresh:
-        try:
-            fresh.write_text(text, encoding="utf-8")
-        except PermissionError as error:
-            raise RunError(f"cannot write {file}: {error}") from None
+    try:
+        write_whole(file, text)
+    except PermissionError as error:
+        raise RunError(f"cannot write {file}: {error}") from None
 
 
 def _on_the_hub(base: str) -> bool:

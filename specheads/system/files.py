@@ -193,6 +193,12 @@ def whole_file(path: Path) -> Iterator[Path]:
         flush_file(path.parent)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a text by :func:`whole_file`."""
+    with whole_file(path) as fresh:
+        fresh.write_text(text, encoding="utf-8")
+
+
 @contextlib.contextmanager
 def locked(folder: Path, key: str) -> Iterator[None]:
     """Make ``folder`` and hold it locked; the lock dies with its process, others wait for it.
