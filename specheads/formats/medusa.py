@@ -136,8 +136,7 @@ def write(job: Job) -> list[str]:
             tensors, notes = _tensors(job.form, heads, output)
             config = copy.deepcopy(base.config)
             vars(config).pop("quantization_config", None)
-            for key, value in _counts(heads).items():
-                setattr(config, key, value)
+            config.update(_counts(heads))
             save_as(folder, type(base), config, base, tensors, tokenizer, job.dtype)
             return notes
         notes = write_heads(job.form, folder, heads, output, job.dtype, place)
