@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -128,9 +128,9 @@ class Proposer(ABC, Generic[State]):
     def _begin(self) -> State:
         """Return the state of an empty text."""
 
-    @abstractmethod
     def _extend(self, state: State, new: list[int]) -> None:
         """Tell a state the tokens that follow."""
+        cast(Any, state).extend(new)
 
     @abstractmethod
     def _guess(self, state: State, limit: int) -> list[int]:
@@ -149,9 +149,6 @@ class NgramProposer(Proposer[NgramRow]):
     def _begin(self) -> NgramRow:
         return NgramRow(self.max_ngram, self.num_tokens, self.min_ngram)
 
-    def _extend(self, state: NgramRow, new: list[int]) -> None:
-        state.extend(new)
-
     def _guess(self, state: NgramRow, limit: int) -> list[int]:
         return state.look_up()[:limit]
 
@@ -168,9 +165,6 @@ class SuffixProposer(Proposer[SuffixAutomaton]):
 
     def _begin(self) -> SuffixAutomaton:
         return SuffixAutomaton()
-
-    def _extend(self, state: SuffixAutomaton, new: list[int]) -> None:
-        state.extend(new)
 
     def _guess(self, state: SuffixAutomaton, limit: int) -> list[int]:
         here = state.match

@@ -5,16 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specheads.config.data import DataConfig
-from specheads.system.errors import (
-    MISSING,
-    at_least,
-    check,
-    check_device,
-    dtype_name,
-    one_of,
-    positive,
-    within,
-)
+from specheads.config.declared import Section, Settings, at_least, one_of, positive, within
+from specheads.system import errors
+from specheads.system.errors import MISSING, check_device, dtype_name
 
 # what proposes, and what it needs: heads (of an export), draft (a draft model), or nothing
 DRAFTERS = {
@@ -29,45 +22,41 @@ DRAFTERS = {
 
 
 @dataclass
-class DecodeConfig:
+class DecodeConfig(Section):
     """How guesses are made, and accepted."""
 
     # one of DRAFTERS, or several as heads+suffix; auto: the draft model if one is given, else heads
     # if there are, else suffix
     drafter: str = "auto"
     draft: str = ""  # draft...: folder or hub name of the draft model; or an export of its heads
-    draft_tokens: int = 0  # draft: tokens per step; 0: as many as pay, adapted while decoding
-    draft_sampling: str = "greedy"  # greedy, sampled, coupled: see drafters/draft_model.py
-    window: int = 7  # lookahead: W
-    ngram: int = 4  # lookahead: N
-    guesses: int = 7  # lookahead: G
+    # draft: tokens per step; 0: as many as pay, adapted while decoding
+    draft_tokens: int = at_least(0, 0)
+    draft_sampling: str = one_of("greedy", "sampled", "coupled")  # see drafters/draft_model.py
+    window: int = at_least(2, 7)  # lookahead: W
+    ngram: int = at_least(2, 4)  # lookahead: N
+    guesses: int = at_least(1, 7)  # lookahead: G
     # static: the export's; dynamic: grown at each step; auto: what tree_search found faster
-    tree: str = "auto"
+    tree: str = one_of("auto", "static", "dynamic")
     # of a tree that is grown at each step or merged, root included; 0: what tree_search found, all
     num_nodes: int = 0
     compile: bool = False  # torch.compile the base's passes, CUDA graphs on a GPU; slow to start
     # in 16 bits on a CPU let plain and drafted passes round alike, so that texts are equal; slower
     same_rounding: bool = False
-    acceptance: str = "exact"  # exact; lossy_typical, lossy_lenient: NOT the base's distribution
-    epsilon: float = 0.09  # of lossy_typical, larger is stricter
-    delta: float = 0.3  # of lossy_typical, larger is stricter
-    lenience: float = 0.5  # of lossy_lenient, 1 is exact
+    # lossy ones: NOT the base's distribution
+    acceptance: str = one_of("exact", "lossy_typical", "lossy_lenient")
+    epsilon: float = at_least(0, 0.09)  # of lossy_typical, larger is stricter
+    delta: float = at_least(0, 0.3)  # of lossy_typical, larger is stricter
+    lenience: float = within("(0, 1]", 0.5)  # of lossy_lenient, 1 is exact
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         names = [] if self.drafter == "auto" else self.drafter.split("+")
         for name in names:
-            one_of("decode.drafter", name, "auto", *DRAFTERS)
-        check(len(set(names)) == len(names), "decode.drafter", self.drafter, "without repetition")
-        there = bool(self.draft) or all(DRAFTERS[name] != "draft" for name in names)
-        expected = f"a draft model with decode.drafter={self.drafter}"
-        check(there, "decode.draft", self.draft, expected)
-        one_of("decode.draft_sampling", self.draft_sampling, "greedy", "sampled", "coupled")
-        one_of("decode.tree", self.tree, "auto", "static", "dynamic")
-        one_of("decode.acceptance", self.acceptance, "exact", "lossy_typical", "lossy_lenient")
-        nodes = self.num_nodes
-        check(nodes == 0 or nodes >= 2, "decode.num_nodes", nodes, "0 or above 1")
-        at_least(self, "decode.", draft_tokens=0, window=2, ngram=2, guesses=1, epsilon=0, delta=0)
-        within(self, "decode.", lenience="(0, 1]")
+            errors.one_of("decode.drafter", name, "auto", *DRAFTERS)
+        self.check(len(set(names)) == len(names), "drafter", "without repetition")
+        there = self.draft or all(DRAFTERS[name] != "draft" for name in names)
+        self.check(there, "draft", f"a draft model with decode.drafter={self.drafter}")
+        self.check(self.num_nodes == 0 or self.num_nodes >= 2, "num_nodes", "0 or above 1")
 
 
 @dataclass
@@ -81,13 +70,14 @@ class CheckpointSettings:
 
 
 @dataclass
-class LoadSettings:
+class LoadSettings(Settings):
     """How weights are loaded, and where to."""
 
     dtype: str = "auto"  # auto: bfloat16 where the processor has it
     device: str = "auto"  # auto: a GPU if there is one; cpu, cuda, cuda:1, mps
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.dtype = dtype_name("dtype", self.dtype, "auto")
         check_device(self.device)
 
@@ -100,35 +90,31 @@ class SpreadSettings(LoadSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        device, device_map = self.device, self.device_map
         options = ("auto", "balanced", "balanced_low_0", "sequential")
         expected = f"empty or one of {', '.join(options)} (device= puts it on one device)"
-        check(device_map in ("", *options), "device_map", device_map, expected)
-        check(not device_map or device == "auto", "device", device, f"auto with {device_map=!s}")
+        self.check(self.device_map in ("", *options), "device_map", expected)
+        alone = not self.device_map or self.device == "auto"
+        self.check(alone, "device", f"auto with device_map={self.device_map}")
 
 
 @dataclass
 class TextSettings(SpreadSettings, CheckpointSettings):
     """How ``generate`` and ``chat`` choose tokens and show them."""
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    max_new_tokens: int = at_least(1, 128)
+    temperature: float = at_least(0, 0.0)
+    top_k: int = at_least(0, 0)
+    top_p: float = within("(0, 1]", 1.0)
+    min_p: float = within("[0, 1]", 0.0)
     repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
+    no_repeat_ngram_size: int = at_least(0, 0)
     seed: int = 0
     dtype: str = "float32"
-    color: str = "auto"  # auto, always, never: one colour per verify step; auto heeds NO_COLOR
+    color: str = one_of("auto", "always", "never")  # one per verify step; auto heeds NO_COLOR
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, max_new_tokens=1, temperature=0, top_k=0, no_repeat_ngram_size=0)
-        within(self, top_p="(0, 1]", min_p="[0, 1]")
-        penalty = self.repetition_penalty
-        check(penalty > 0, "repetition_penalty", penalty, "more than 0")
-        one_of("color", self.color, "auto", "always", "never")
+        self.check(self.repetition_penalty > 0, "repetition_penalty", "more than 0")
 
 
 @dataclass
@@ -137,12 +123,8 @@ class MeasureSettings(LoadSettings):
 
     threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     seed: int = 0
-    max_new_tokens: int = 128
+    max_new_tokens: int = at_least(1, 128)
     json: bool = False  # one JSON object on standard output, everything else on standard error
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, max_new_tokens=1)
 
 
 @dataclass
@@ -152,7 +134,7 @@ class GenerateConfig(TextSettings):
     # seed is that of the first prompt; the next has the next
     prompt: str = ""  # empty: read standard input
     prompts: str = ""  # a .jsonl of texts or chats instead, decoded in batches; writes JSON lines
-    batch_size: int = 8
+    batch_size: int = at_least(1, 8)
     raw: bool = False  # continue the prompt as text instead of applying the chat template
     stop: list[str] = field(default_factory=list)  # stop="..." as often as there are strings
     plain: bool = False  # one token at a time, for comparison
@@ -161,9 +143,8 @@ class GenerateConfig(TextSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, batch_size=1)
-        check(not (self.prompt and self.prompts), "prompts", self.prompts, "left out with prompt")
-        check(all(self.stop), "stop", self.stop, "strings that are not empty")
+        self.check(not (self.prompt and self.prompts), "prompts", "left out with prompt")
+        self.check(all(self.stop), "stop", "strings that are not empty")
 
 
 @dataclass
@@ -171,7 +152,7 @@ class ChatConfig(TextSettings):
     """Everything ``python -m specheads.chat`` accepts."""
 
     # max_new_tokens is the limit of one answer, seed that of every turn
-    max_new_tokens: int = 512
+    max_new_tokens: int = at_least(1, 512)
     system: str = ""  # the first message, where the chat template has a place for it
     template: str = ""  # a .jinja file in place of the tokenizer's own chat template
     beside: bool = False  # decode every turn plainly as well, and compare
@@ -184,11 +165,11 @@ class BenchConfig(MeasureSettings, CheckpointSettings):
 
     out: str = "bench.json"
     prompts: str = ""  # a .jsonl of prompts; empty: the export's or the embedded set
-    num_prompts: int = 48
+    num_prompts: int = at_least(1, 48)
     # 0, 0.7 and 1 are always measured
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.3, 0.7, 1.0])
-    batch_sizes: list[int] = field(default_factory=lambda: [1])  # 1 is always measured
-    repeats: int = 3
+    temperatures: list[float] = at_least(0, [0.0, 0.3, 0.7, 1.0])
+    batch_sizes: list[int] = at_least(1, [1])  # 1 is always measured
+    repeats: int = at_least(1, 3)
     tree_nodes: list[int] = field(default_factory=list)  # other sizes beside the export's tree
     drafters: list[str] = field(default_factory=list)  # more of decode.drafter's names, a row each
     exports: list[str] = field(default_factory=list)  # more heads on checkpoint's own base model
@@ -199,10 +180,9 @@ class BenchConfig(MeasureSettings, CheckpointSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, num_prompts=1, repeats=1, temperatures=0, batch_sizes=1)
         for name, suffix in (("steps", ".jsonl"), ("report", ".html")):
             given: str = getattr(self, name)
-            check(not given or given.endswith(suffix), name, given, f"a file name with {suffix}")
+            self.check(not given or given.endswith(suffix), name, f"a file name with {suffix}")
 
 
 @dataclass
@@ -212,17 +192,13 @@ class CompareConfig(MeasureSettings):
     model: str = ""  # the base model: a folder, a hub name, tinycode, or an export
     candidates: list[str] = field(default_factory=list)  # draft models: folders or hub names
     prompts: str = ""  # a .jsonl of prompts; empty: the embedded set
-    num_prompts: int = 24  # to measure alpha and c on
-    num_measured: int = 24  # others, to measure the speed-up on
-    temperature: float = 1.0
-    max_tokens: int = 8  # longest draft to consider
-    repeats: int = 3
+    num_prompts: int = at_least(1, 24)  # to measure alpha and c on
+    num_measured: int = at_least(1, 24)  # others, to measure the speed-up on
+    temperature: float = at_least(0, 1.0)
+    max_tokens: int = at_least(1, 8)  # longest draft to consider
+    repeats: int = at_least(1, 3)
     out: str = "compare.json"
     trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, num_prompts=1, num_measured=1, temperature=0, max_tokens=1, repeats=1)
 
 
 @dataclass
@@ -230,23 +206,20 @@ class TreeSearchConfig(MeasureSettings, CheckpointSettings):
     """Everything ``python -m specheads.tree_search`` accepts; its checkpoint is an export."""
 
     prompts: str = ""  # to calibrate on; empty: the export's calibration.jsonl, or the embedded one
-    num_prompts: int = 60
+    num_prompts: int = at_least(1, 60)
     # to check the expectation on: the rest of prompts, or of the export's prompts.jsonl, or of the
-    num_measured: int = 120  # embedded one. 0: no check
-    max_new_tokens: int = 96
+    num_measured: int = at_least(0, 120)  # embedded one. 0: no check
+    max_new_tokens: int = at_least(1, 96)
     num_nodes: int = 0  # root included; 0: the fastest size
-    max_nodes: int = 48
-    temperature: float = 0.0  # T=1 is always looked at as well
-    batch_size: int = 1  # rows of the clocked steps
-    repeats: int = 5  # of the clocking
+    max_nodes: int = at_least(2, 48)
+    temperature: float = at_least(0, 0.0)  # T=1 is always looked at as well
+    batch_size: int = at_least(1, 1)  # rows of the clocked steps
+    repeats: int = at_least(1, 5)  # of the clocking
     out: str = ""  # the tree's picture; empty: tree.svg in the export
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, num_prompts=1, num_measured=0, max_nodes=2, temperature=0)
-        at_least(self, batch_size=1, repeats=1)
-        nodes = self.num_nodes
-        check(nodes >= 0 and nodes != 1, "num_nodes", nodes, "0 or above 1")
+        self.check(self.num_nodes == 0 or self.num_nodes >= 2, "num_nodes", "0 or above 1")
 
 
 @dataclass
@@ -261,22 +234,21 @@ class SpecBenchConfig(MeasureSettings, CheckpointSettings):
     # of the conversation: auto (chat if the tokenizer has a template, else none), chat, vicuna,
     # none, or the path of a file with a template
     template: str = "auto"
-    begin: int = 0  # leave out questions before this place in the file
+    begin: int = at_least(0, 0)  # leave out questions before this place in the file
     end: int = 0  # and from this place on; 0: none
     skip_long: bool = False  # leave out questions that do not fit the base model's context
-    max_new_tokens: int = 1024  # per turn
-    temperature: float = 0.0
-    warmup: int = 3  # times the first question is answered before the first is clocked
+    max_new_tokens: int = at_least(1, 1024)  # per turn
+    temperature: float = at_least(0, 0.0)
+    warmup: int = at_least(0, 3)  # times the first question is answered before the first is clocked
     plain: bool = True  # answer with plain decoding too, question by question in turn
     baseline: str = ""  # an answer file to compare with instead, of any program
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(bool(self.template), "template", self.template, "chat, vicuna, none or a file")
-        check("/" not in self.name, "name", self.name, "a file name, without a slash")
-        at_least(self, begin=0, temperature=0, warmup=0)
-        check(self.end == 0 or self.end > self.begin, "end", self.end, f"0 or above {self.begin}")
+        self.check(self.template, "template", "chat, vicuna, none or a file")
+        self.check("/" not in self.name, "name", "a file name, without a slash")
+        self.check(self.end == 0 or self.end > self.begin, "end", f"0 or above {self.begin}")
 
 
 @dataclass
@@ -286,31 +258,25 @@ class QualityConfig(MeasureSettings, CheckpointSettings):
     original: str = ""  # what to compare with; empty: the base that a tuned export came from
     data: str = ""  # a .jsonl of held-out records with answers; empty: the export's prompts.jsonl
     out: str = "quality.json"
-    num_records: int = 0  # to read with both models; 0: all
-    num_prompts: int = 24  # to continue freely
-    temperature: float = 0.7  # of the texts that a lossy rule is judged by
+    num_records: int = at_least(0, 0)  # to read with both models; 0: all
+    num_prompts: int = at_least(0, 24)  # to continue freely
+    temperature: float = at_least(0, 0.7)  # of the texts that a lossy rule is judged by
     dtype: str = "float32"  # rounding is a distance too; auto: bfloat16 where there is
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, num_records=0, num_prompts=0, temperature=0)
-
 
 @dataclass
-class QuestionsConfig:
+class QuestionsConfig(Section):
     """With ``prompts=self``: how the base model asks questions."""
 
-    temperature: float = 1.0
-    top_p: float = 0.95
-    max_new_tokens: int = 160  # of a user's turn; one that has not ended by then is left out
-    turns: int = 1  # of the user in a conversation; later ones answer what the base has said
+    temperature: float = at_least(0, 1.0)
+    top_p: float = within("(0, 1]", 0.95)
+    # of a user's turn; one that has not ended by then is left out
+    max_new_tokens: int = at_least(1, 160)
+    # of the user in a conversation; later ones answer what the base has said
+    turns: int = at_least(1, 1)
     # names in conf/questions.json; empty: all of them, in the shares that it states
     kinds: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        at_least(self, "questions.", temperature=0, max_new_tokens=1, turns=1)
-        within(self, "questions.", top_p="(0, 1]")
 
 
 @dataclass
@@ -325,35 +291,34 @@ class RegenerateConfig(MeasureSettings):
     other_base: bool = False  # the export was made for other weights: exact, perhaps slower
     endpoint: str = ""  # an OpenAI-compatible server instead, e.g. http://localhost:8000/v1
     endpoint_model: str = ""  # the model's name there; empty: the first that the server lists
-    concurrency: int = 32  # endpoint: requests at one time
-    retries: int = 4  # endpoint: of a failed request, with growing pauses
-    timeout: float = 300.0  # endpoint: seconds without a byte after which a request has failed
+    concurrency: int = at_least(1, 32)  # endpoint: requests at one time
+    retries: int = at_least(0, 4)  # endpoint: of a failed request, with growing pauses
+    timeout: float = positive(300.0)  # endpoint: seconds without a byte until a request has failed
     # a .jsonl of records or of prompts, or a .txt with a prompt per line; self: questions that the
     # base writes itself; empty: the records that data says
     prompts: str = ""
     questions: QuestionsConfig = field(default_factory=QuestionsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     output: str = MISSING  # the .jsonl to write; one that is there is continued
-    limit: int = 0  # records of the input; 0: all. With prompts=self: how many questions
-    batch_size: int = 8
-    max_new_tokens: int = 512  # of one answer; longer ones are quarantined as truncated
+    # records of the input; 0: all. With prompts=self: how many questions
+    limit: int = at_least(0, 0)
+    batch_size: int = at_least(1, 8)
+    # of one answer; longer ones are quarantined as truncated
+    max_new_tokens: int = at_least(1, 512)
     keep_truncated: bool = False  # keep answers that reached the limit, without their end
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float = at_least(0, 0.0)
+    top_k: int = at_least(0, 0)
+    top_p: float = within("(0, 1]", 1.0)
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, concurrency=1, retries=0, limit=0, batch_size=1, temperature=0, top_k=0)
-        positive(self, "", "timeout")
-        within(self, top_p="(0, 1]")
-        both = bool(self.endpoint and self.checkpoint)
-        check(not both, "endpoint", self.endpoint, "left out with checkpoint")
+        both = self.endpoint and self.checkpoint
+        self.check(not both, "endpoint", "left out with checkpoint")
         if self.prompts == "self":
-            check(self.limit > 0, "limit", self.limit, "the number of questions with prompts=self")
+            self.check(self.limit > 0, "limit", "the number of questions with prompts=self")
             here = "left out with prompts=self: a server does not let its model write a user's turn"
-            check(not self.endpoint, "endpoint", self.endpoint, here)
+            self.check(not self.endpoint, "endpoint", here)
 
 
 @dataclass
@@ -361,14 +326,15 @@ class AutoConfig(LoadSettings):
     """Everything ``python -m specheads.auto`` accepts."""
 
     model: str = ""  # any chat model: a folder, a .gguf, a name on the hub, smollm2, tinycode
-    minutes: float = 60.0  # for everything, from the questions to the figures
+    minutes: float = positive(60.0)  # for everything, from the questions to the figures
     name: str = ""  # of the folder below runs/; empty: auto-<model>
-    kind: str = "auto"  # recipe on the frozen base: block, hydra, medusa1; auto: what suits it
+    # recipe on the frozen base; auto: what suits it
+    kind: str = one_of("auto", "block", "hydra", "medusa1")
     prompts: str = ""  # prompts of your own beside the base's: .txt or .jsonl
     data: DataConfig | None = None  # the same, as any other command takes records
     endpoint: str = ""  # an OpenAI-compatible server that writes questions' answers instead
     endpoint_model: str = ""  # the model's name there; empty: the first that the server lists
-    batch_size: int = 64  # questions that are written and answered together
+    batch_size: int = at_least(1, 64)  # questions that are written and answered together
     threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     seed: int = 0
     trust_remote_code: bool = False
@@ -376,28 +342,21 @@ class AutoConfig(LoadSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self, "", "minutes")
-        one_of("kind", self.kind, "auto", "block", "hydra", "medusa1")
-        at_least(self, batch_size=1)
-        check("/" not in self.name, "name", self.name, "a folder's name, without a slash")
+        self.check("/" not in self.name, "name", "a folder's name, without a slash")
 
 
 @dataclass
-class PreviewConfig:
+class PreviewConfig(Settings):
     """Everything ``python -m specheads.preview`` accepts."""
 
     model: str = "tinycode"  # whose tokenizer and chat template
     revision: str | None = None
-    num_records: int = 5  # shown, of each kind at least one
-    color: str = "auto"  # auto, always, never
+    num_records: int = at_least(0, 5)  # shown, of each kind at least one
+    color: str = one_of("auto", "always", "never")
     json: bool = False  # one JSON object on standard output, everything else on standard error
     seed: int = 0
     trust_remote_code: bool = False
     data: DataConfig = field(default_factory=DataConfig)
-
-    def __post_init__(self) -> None:
-        at_least(self, num_records=0)
-        one_of("color", self.color, "auto", "always", "never")
 
 
 @dataclass
@@ -413,16 +372,19 @@ class DoctorConfig(SpreadSettings):
 
 
 @dataclass
-class ExportConfig:
+class ExportConfig(Settings):
     """Everything ``python -m specheads.export`` accepts."""
 
     checkpoint: str = MISSING
     output: str = MISSING  # a new folder
     format: str = "native"  # one of FORMATS in specheads/formats/write.py, see docs/formats.md
-    layout: str = "speculators"  # dflash, dspark, eagle3: that, or native, as their first code's
-    lm_head: str = "keep"  # keep; low_rank: by SVD of the trained heads; pruned: fewer tokens
-    rank: int = 64  # low_rank
-    num_kept: int = 32_000  # pruned: tokens that stay, the most frequent in counted
+    # dflash, dspark, eagle3; native: as their first code's
+    layout: str = one_of("speculators", "native")
+    # low_rank: by SVD of the trained heads; pruned: fewer tokens
+    lm_head: str = one_of("keep", "low_rank", "pruned")
+    rank: int = at_least(1, 64)  # low_rank
+    # pruned: tokens that stay, the most frequent in counted
+    num_kept: int = at_least(1, 32_000)
     counted: str = ""  # pruned: a .jsonl of records whose answers' tokens are counted
     merge: bool = False  # merge a separate adapter into the base model
     dtype: str | None = None  # of the written tensors; None keeps them
@@ -434,13 +396,10 @@ class ExportConfig:
     json: bool = False  # one JSON object on standard output, everything else on standard error
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.format = self.format.replace("-", "_")
         if self.format != "native":
-            expected = f"keep with format={self.format}"
-            check(self.lm_head == "keep", "lm_head", self.lm_head, expected)
-        one_of("layout", self.layout, "speculators", "native")
-        one_of("lm_head", self.lm_head, "keep", "low_rank", "pruned")
+            self.check(self.lm_head == "keep", "lm_head", f"keep with format={self.format}")
         check_device(self.device)
-        at_least(self, rank=1, num_kept=1)
         if self.dtype is not None:
             self.dtype = dtype_name("dtype", self.dtype)

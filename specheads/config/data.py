@@ -7,63 +7,66 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
-from specheads.system.errors import DTYPES, ConfigError, at_least, check, one_of, within
+from specheads.config.declared import Section, at_least, one_of, within
+from specheads.system import errors
+from specheads.system.errors import DTYPES, ConfigError, check
 
 SOURCES = ("pycode", "jsonl", "parquet", "hub", "mixture")
+# what data.path has to be, of the sources that read one
+_PATHS = {
+    "jsonl": "a .jsonl file",
+    "parquet": "a .parquet file or a folder of them",
+    "hub": "the name of a data set",
+}
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Section):
     """Which records, and how they become fixed-length rows."""
 
     # pycode (the Python source on this machine), jsonl, parquet, hub (a datasets name), mixture
-    source: str = "pycode"
+    source: str = one_of(*SOURCES)
     path: str | None = None  # jsonl (.gz too), parquet: the training file; hub: the set's name
     eval_path: str | None = None  # jsonl, parquet: held-out file; None holds out eval_fraction
-    eval_fraction: float = 0.05
+    eval_fraction: float = within("(0, 1)", 0.05)
     subset: str | None = None  # hub: which configuration of the data set
     split: str = "train"  # hub: the split to train on
     eval_split: str | None = None  # hub: the split to hold out; None holds out eval_fraction
     revision: str | None = None  # hub: branch, tag or commit
     # jsonl, parquet, hub: read while training, without holding (or downloading) all records
     streaming: bool = False
-    shuffle_buffer: int = 10_000  # streaming: rows that are shuffled together, and held in memory
-    max_row_bytes: int = 16 << 20  # a larger row is a bad one, and is never parsed
+    # streaming: rows that are shuffled together, and held in memory
+    shuffle_buffer: int = at_least(1, 10_000)
+    max_row_bytes: int = at_least(1, 16 << 20)  # a larger row is a bad one, and is never parsed
     # names of the file's columns where they are not ours, e.g. {prompt: instruction}
     columns: dict[str, str] = field(default_factory=dict)
     # mixture: [{source: jsonl, path: a.jsonl, weight: 0.7}, ...]; weight is the share of records
     mixture: list[Any] = field(default_factory=list)
-    max_bad_fraction: float = 0.05  # of records that cannot be read, before the run is refused
+    # of records that cannot be read, before the run is refused
+    max_bad_fraction: float = within("[0, 1]", 0.05)
     kinds: list[str] = field(default_factory=list)  # pycode: kinds of pairs; empty means all
-    documents: float = 0.0  # pycode: share of tokens that come from whole documents
+    # pycode: share of tokens that come from whole documents
+    documents: float = within("[0, 1]", 0.0)
     packages: list[str] = field(default_factory=list)  # pycode: empty means the default list
     max_records: int = 0  # 0: all
-    seq_len: int = 512  # tokens per packed row
+    seq_len: int = at_least(2, 512)  # tokens per packed row
     # pretrain: shorter rows first, e.g. [[512, 0.7], [1024, 0.9]]: 512 for 70% of the steps
     growth: list[Any] = field(default_factory=list)
-    rows: int = 16  # rows per micro-batch and rank
+    rows: int = at_least(1, 16)  # rows per micro-batch and rank
 
     def __post_init__(self) -> None:
-        one_of("data.source", self.source, *SOURCES)
-        within(self, "data.", max_bad_fraction="[0, 1]", eval_fraction="(0, 1)", documents="[0, 1]")
-        at_least(self, "data.", shuffle_buffer=1, max_row_bytes=1, seq_len=2, rows=1)
-        for source, what in (
-            ("jsonl", "a .jsonl file"),
-            ("parquet", "a .parquet file or a folder of them"),
-            ("hub", "the name of a data set"),
-        ):
-            check(self.source != source or bool(self.path), "data.path", self.path, what)
-        streamed, on_hub = self.source in ("jsonl", "parquet", "hub"), self.source == "hub"
+        super().__post_init__()
+        from_files, on_hub = self.source in _PATHS, self.source == "hub"
+        self.check(self.path or not from_files, "path", _PATHS.get(self.source, ""))
         held = f"false with data.source={self.source}, which is held in memory"
-        check(not self.streaming or streamed, "data.streaming", self.streaming, held)
+        self.check(from_files or not self.streaming, "streaming", held)
         hub = "left out with data.source=hub, which has data.eval_split"
-        check(not (on_hub and self.eval_path), "data.eval_path", self.eval_path, hub)
+        self.check(not (on_hub and self.eval_path), "eval_path", hub)
         file = "left out unless data.source=hub; there is data.eval_path"
-        check(on_hub or not self.eval_split, "data.eval_split", self.eval_split, file)
+        self.check(on_hub or not self.eval_split, "eval_split", file)
         self._check_growth()
         if self.source == "mixture":
-            parts = "[{source: ..., path: ..., weight: ...}, ...]"
-            check(len(self.mixture) > 0, "data.mixture", self.mixture, parts)
+            self.check(self.mixture, "mixture", "[{source: ..., path: ..., weight: ...}, ...]")
             mixture_parts(self)
 
     def _check_growth(self) -> None:
@@ -74,7 +77,7 @@ class DataConfig:
             and all(0 < a[1] < b[1] for a, b in pairwise(stages))
         )
         expected = "[divisor of data.seq_len, share of the steps until then], both rising"
-        check(rising, "data.growth", self.growth, expected)
+        self.check(rising, "growth", expected)
         if any(not 0 < length < self.seq_len or self.seq_len % length for length, _ in self.growth):
             raise ConfigError(
                 f"data.seq_len={self.seq_len} does not fit data.growth={self.growth}, the lengths"
@@ -107,7 +110,7 @@ def mixture_parts(data: DataConfig) -> list[tuple[DataConfig, float | None]]:
         weight = values.pop("weight", None)
         ok = isinstance(weight, int | float) and not isinstance(weight, bool) and weight > 0
         check(ok or weight is None, f"{place}.weight", weight, "a positive number")
-        one_of(f"{place}.source", values.get("source"), *SOURCES[:-1])
+        errors.one_of(f"{place}.source", values.get("source"), *SOURCES[:-1])
         for key, value in values.items():
             if key not in known:
                 close = difflib.get_close_matches(key, [*known, "weight"], n=1)
@@ -139,14 +142,15 @@ def _check_type(key: str, value: object, declared: str) -> None:
 
 
 @dataclass
-class FeaturesConfig:
+class FeaturesConfig(Section):
     """A cache of the frozen base's last hidden states, so that heads train without the base."""
 
     # where it lies or is to be made; empty: run the base at every step; auto: beside the run's
     # directory, by the digest of base and data, where the disk has room
     dir: str = ""
-    dtype: str = "auto"  # auto (that of model.dtype), float32, bfloat16, int8 (a scale per token)
+    # auto: that of model.dtype; int8: with a scale per token
+    dtype: str = one_of("auto", "float32", "bfloat16", "int8")
 
     def __post_init__(self) -> None:
         self.dtype = DTYPES.get(self.dtype, self.dtype)
-        one_of("features.dtype", self.dtype, "auto", "float32", "bfloat16", "int8")
+        super().__post_init__()

@@ -26,15 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from specheads.config.compose import explain, register_schemas, to_config
-from specheads.system import dist
-from specheads.system.errors import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    ConfigError,
-    InterruptedRunError,
-    RunError,
-)
+from specheads.system import dist, errors
+from specheads.system.errors import ConfigError, InterruptedRunError, RunError
 from specheads.system.files import conf_dir, shipped_export
 from specheads.system.launch import take_local_rank
 from specheads.system.terminal import escape_output, stop
@@ -199,7 +192,7 @@ def hydra_main(
                     config.checkpoint = shipped_export(named)
                 task(config)
         except (ConfigError, RunError, InterruptedRunError) as error:
-            if wants_traceback and error.exit_code != EXIT_INTERRUPTED:
+            if wants_traceback and error.exit_code != errors.EXIT_INTERRUPTED:
                 raise
             if error.on_every_rank and not dist.is_main():
                 raise SystemExit(error.exit_code) from None
@@ -208,9 +201,9 @@ def hydra_main(
             # what is left in the buffer is written at exit, and must not fail once more
             with open(os.devnull, "w") as nowhere:  # noqa: PTH123
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
-            stop("standard output was closed", EXIT_FAILED)
+            stop("standard output was closed", errors.EXIT_FAILED)
         except KeyboardInterrupt as error:
-            stop(str(error) or "interrupted", EXIT_INTERRUPTED)
+            stop(str(error) or "interrupted", errors.EXIT_INTERRUPTED)
 
     escape_output()
     register_schemas()
@@ -226,12 +219,12 @@ def hydra_main(
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
         if wants_traceback:
             raise
-        stop(str(error) if isinstance(error, ConfigError) else explain(error), EXIT_USAGE)
+        stop(str(error) if isinstance(error, ConfigError) else explain(error), errors.EXIT_USAGE)
     except OSError as error:
         if started or wants_traceback:
             raise
         reason = error.strerror or error  # Hydra makes the folder before the task can look at it
-        stop(f"run directory {error.filename} cannot be made: {reason}", EXIT_USAGE)
+        stop(f"run directory {error.filename} cannot be made: {reason}", errors.EXIT_USAGE)
     finally:
         if not wants_traceback:
             os.environ.pop("HYDRA_FULL_ERROR", None)

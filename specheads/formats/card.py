@@ -21,8 +21,8 @@ from specheads.formats.write import FORMATS, commands, upload
 from specheads.models.checkpoint import read_config
 from specheads.models.manifest import read_json, read_provenance
 from specheads.models.names import OURS
-from specheads.system.files import whole_file
-from specheads.system.hub import is_hub_error, keep_to_the_cache_if_unreachable
+from specheads.system.files import write_whole
+from specheads.system.hub import fetched, keep_to_the_cache_if_unreachable
 
 CARD = "README.md"
 BEGIN = "<!-- specheads: measured. This part is rewritten; write elsewhere. -->"
@@ -87,10 +87,11 @@ def write(
     use = _use(commands(form, place, info, base=_moved(about)))
     if name and place != name:
         use = f"```sh\nhf download {name} --local-dir {place}\n```\n\n{use}"
+    title, text = _opening(form, info)
     parts = [
         _front_matter(form, info, licence),
-        f"# {_title(form, info)}",
-        _introduction(form, info),
+        f"# {title}",
+        text,
         f"## What the output is\n\n{_output(info)}",
         f"## Training\n\n{_training(info.get('training') or {})}",
         f"## Measured\n\n{BEGIN}\n{figures}\n{END}",
@@ -199,11 +200,10 @@ def _split(folder: Path) -> tuple[str, str]:
 
 
 def _save(file: Path, text: str) -> None:
-    with whole_file(file) as fresh:
-        try:
-            fresh.write_text(text, encoding="utf-8")
-        except PermissionError as error:
-            raise RunError(f"cannot write {file}: {error}") from None
+    try:
+        write_whole(file, text)
+    except PermissionError as error:
+        raise RunError(f"cannot write {file}: {error}") from None
 
 
 def _on_the_hub(base: str) -> bool:
@@ -254,31 +254,25 @@ def _front_matter(form: str, info: Mapping[str, Any], licence: Licence) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _title(form: str, info: Mapping[str, Any]) -> str:
-    base = _shown_base(info)
+def _opening(form: str, info: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the card's title, and what the folder is."""
+    kind, base, known = info.get("kind"), _shown_base(info), FORMATS[form]
+    of = f" of {base}" if base else ""
     if _without_heads(form, info):
         tuned = "tuned base" if info["base"].get("tuned") else "base"
-        return f"{FORMATS[form].title} {base}".strip().replace("base", tuned, 1)
-    kind = info.get("kind")
+        title = f"{known.title} {base}".strip().replace("base", tuned, 1)
+        return title, known.card.format(base=of, kind=kind)
     what = "A base model" if kind is None else _KINDS.get(kind, (f"{kind} heads", ""))[0]
-    return f"{what} for {base}" if base else f"{what}, trained from scratch"
-
-
-def _introduction(form: str, info: Mapping[str, Any]) -> str:
-    """Return what the folder is."""
-    kind, base = info.get("kind"), _shown_base(info)
-    of = f" of {base}" if base else ""
+    title = f"{what} for {base}" if base else f"{what}, trained from scratch"
     if kind is None:
-        return "A plain language model, for heads or a draft model to be trained on."
-    if _without_heads(form, info):
-        return FORMATS[form].card.format(base=of, kind=kind)
+        return title, "A plain language model, for heads or a draft model to be trained on."
     if kind == "draft":
-        return f"A small model that guesses the next tokens{of}, for speculative decoding."
-    number = info["num_heads"]
-    return (
-        f"{number} heads that guess the next {number} tokens behind the one that the base"
-        f" model{of} gives, for speculative decoding. {FORMATS[form].card}"
-    ).rstrip()
+        return title, f"A small model that guesses the next tokens{of}, for speculative decoding."
+    text = (
+        f"{info['num_heads']} heads that guess the next {info['num_heads']} tokens behind the one"
+        f" that the base model{of} gives, for speculative decoding. {known.card}"
+    )
+    return title, text.rstrip()
 
 
 def _output(info: Mapping[str, Any]) -> str:
@@ -534,22 +528,11 @@ def licence_of(name: str, revision: str | None = None) -> Licence:
     found = None
     if folder.is_dir():
         found = _of_file(folder / CARD) or _of_file(folder / "config.json")
-    elif not folder.is_absolute() and (card := _card_on_the_hub(name, revision)):
-        found = _of_file(card)
+    elif not folder.is_absolute():
+        keep_to_the_cache_if_unreachable()
+        card = fetched(name, CARD, revision)
+        found = _of_file(card) if card else None
     return found or Licence(UNKNOWN)
-
-
-def _card_on_the_hub(name: str, revision: str | None) -> Path | None:
-    """Return the card of a model on the hub: from the cache, or fetched if the hub answers."""
-    from huggingface_hub import hf_hub_download
-
-    keep_to_the_cache_if_unreachable()
-    try:
-        return Path(hf_hub_download(name, CARD, revision=revision))
-    except Exception as error:
-        if not is_hub_error(error):
-            raise
-        return None  # no card, no access, no network: the licence stays unknown
 
 
 def _of_file(file: Path) -> Licence | None:

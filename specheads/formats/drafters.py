@@ -18,27 +18,21 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
 from specheads.formats import serving
-from specheads.formats.medusa import (
-    MOST_LAYERS,
-    check_number,
-    check_output,
-    check_shape,
-    times,
-)
+from specheads.formats.medusa import MOST_LAYERS, check_number, check_output, check_shape, times
 from specheads.formats.serving import Job, Serving
 from specheads.models.base import context_length
 from specheads.models.block import BlockForm, BlockHeads
 from specheads.models.checkpoint import cast_tensors, load_export
 from specheads.models.eagle import EagleForm, EagleHeads
-from specheads.models.manifest import TensorFiles, write_json
+from specheads.models.manifest import TensorFiles, save_tensors, write_json
 from specheads.models.output import OutputLayer, num_layers, output_layer
 from specheads.models.tapped import TappedHeads
+from specheads.system.errors import refuse
 from specheads.system.files import whole_folder
 
 FORMATS = ("dflash", "dspark", "eagle3")
@@ -62,7 +56,7 @@ _LEFT = ("confidence_head.", "t2d", "mask_embedding")
 _EAGLE_KEYS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def check(job: Job) -> None:
+def _check(job: Job) -> None:
     """Refuse heads that a format has no place for, from config.json alone.
 
     Raises:
@@ -93,22 +87,20 @@ def check(job: Job) -> None:
             "have no Markov correction: format=dflash holds them": not markov,
             "do not guess from the root's slot, as DSpark does": not anchored,
         }
-    for problem, there in problems.items():
-        if there:
-            raise ConfigError(f"format={job.form}: those of {job.checkpoint} {problem}")
+    those = f"format={job.form}: those of {job.checkpoint}"
+    refuse({f"{those} {problem}": there for problem, there in problems.items()})
 
 
 def write(job: Job) -> list[str]:
     """Write an export in one of the formats; the base itself is not written."""
+    _check(job)
     export = load_export(job.checkpoint, device="cpu")
     heads, output = cast(TappedHeads, export.heads), output_layer(export.base)
     capped = "the format does not: the heads' logits are larger there,"
     notes = check_output(f"format={job.form} holds", output, capped)
-    tensors = dict(_tensors(job.form, job.layout, heads, output))
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    tensors = cast_tensors(dict(_tensors(job.form, job.layout, heads, output)), job.dtype)
     with whole_folder(job.output) as folder:
-        written = cast_tensors(plain, job.dtype)
-        save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
         base = serving.base_name(job.info, "")
         write_json(folder / "config.json", _config(job.form, job.layout, heads, export.base, base))
     return [
@@ -141,15 +133,11 @@ def _tensors(
 
 
 def _their_name(name: str, form: str, layout: str) -> str:
+    names = _NAMES
     if form == "eagle3":
         layer = _LAYER[LAYOUTS.index(layout)]
-        name = name.replace("layer.", layer, 1) if name.startswith("layer.") else name
-        return f"{layer}{name}" if name.startswith("hidden_norm.") else _renamed(name)
-    return _renamed(name)
-
-
-def _renamed(name: str) -> str:
-    for ours, theirs in _NAMES.items():
+        names = {**_NAMES, "layer.": layer, "hidden_norm.": f"{layer}hidden_norm."}
+    for ours, theirs in names.items():
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)
     return name
@@ -179,13 +167,16 @@ def _config(
         "attention_bias": False,
         "tie_word_embeddings": False,
     }
-    if not eagle:
-        layer["layer_types"] = ["full_attention"] * num_layers
     behind = [tap + 1 for tap in form.taps]
+    # what all layouts say of the heads, and what speculators says besides
     if eagle:
         own: dict[str, Any] = {key: getattr(form, key) for key in _EAGLE_KEYS}
+        besides = {"embed_requires_grad": False}
     else:
+        layer["layer_types"] = ["full_attention"] * num_layers
         own = {"block_size": cast(BlockHeads, heads).num_slots, "mask_token_id": form.mask_token_id}
+        # inside a block attention goes both ways
+        besides = {"sample_from_anchor": form.sample_from_anchor, "sliding_window_non_causal": True}
     if kind == "dspark":
         own |= {
             "markov_rank": cast(BlockHeads, heads).markov_rank,
@@ -197,14 +188,6 @@ def _config(
     common = {"architectures": [architecture], "draft_vocab_size": heads.num_outputs}
     if layout == "speculators":
         taps = "eagle_aux_hidden_state_layer_ids" if eagle else "aux_hidden_state_layer_ids"
-        if not eagle:
-            own |= {
-                "sample_from_anchor": form.sample_from_anchor,
-                # inside a block attention goes both ways
-                "sliding_window_non_causal": True,
-            }
-        else:
-            own["embed_requires_grad"] = False
         proposal = {
             "proposal_type": "greedy",
             "speculative_tokens": heads.num_heads,
@@ -214,6 +197,7 @@ def _config(
         return {
             **common,
             **own,
+            **besides,
             "speculators_model_type": kind,
             "speculators_version": _VERSION,
             taps: behind,
@@ -236,9 +220,8 @@ def _config(
         "num_target_layers": base.config.get_text_config().num_hidden_layers,
     }
     if eagle:
-        norms = {key: own[key] for key in _EAGLE_KEYS}
         ids = {"eagle_aux_hidden_state_layer_ids": behind, "use_aux_hidden_state": True}
-        return {**config, **norms, "eagle_config": {**ids, **norms}}
+        return {**config, **own, "eagle_config": {**ids, **own}}
     if kind == "dspark":
         return {**config, **own, "target_layer_ids": list(form.taps)}
     mask = own.pop("mask_token_id")
@@ -290,8 +273,7 @@ class Layout:
         Raises:
             ConfigError: with the first key or tensor that is unknown, missing or of another size.
         """
-        with torch.device("meta"):
-            heads = self._heads(hidden_size, vocab_size)
+        heads = self._heads(hidden_size, vocab_size)
         shapes = {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
         shapes.pop("token_map", None)
         known = {self._theirs(name): shape for name, shape in shapes.items()}
@@ -330,8 +312,7 @@ class Layout:
                     f"{self.files.where}: embed_tokens.weight is not the base's embedding, which"
                     " the heads of a native export read"
                 )
-        with torch.device("meta"):
-            heads = self._heads(hidden_size, vocab_size)
+        heads = self._heads(hidden_size, vocab_size)
         names = {name: self._theirs(name) for name in heads.state_dict() if name != "token_map"}
         found = self.files.read(set(names.values()))
         state = {name: found[there] for name, there in names.items()}
@@ -364,14 +345,15 @@ class Layout:
         return _their_name(name, self.kind, LAYOUTS[named])
 
     def _heads(self, hidden_size: int, vocab_size: int) -> TappedHeads:
-        """Build the heads that the config describes.
+        """Build the heads that the config describes, without memory.
 
         Raises:
             ConfigError: one line, whatever a stranger has written there.
         """
         file = self.files.where.parent / "config.json"
         try:
-            return self._described(hidden_size, vocab_size)
+            with torch.device("meta"):
+                return self._described(hidden_size, vocab_size)
         except (AttributeError, TypeError, ValueError) as error:
             said = str(error)
             raise ConfigError(said if said.startswith(str(file)) else f"{file}: {said}") from None

@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -44,7 +43,7 @@ from specheads.formats.serving import Job, Serving, base_name, text_copies, vllm
 from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import cast_tensors, load_export, load_heads, save_as, save_hf
 from specheads.models.heads import MedusaHeads, output_matrix
-from specheads.models.manifest import TensorFiles, write_json
+from specheads.models.manifest import TensorFiles, expect, save_tensors, write_json
 from specheads.models.output import OutputLayer, output_layer
 from specheads.system.files import whole_folder
 
@@ -98,7 +97,7 @@ _NAMES = {
 }
 
 
-def check(job: Job) -> None:
+def _check(job: Job) -> None:
     """Refuse Medusa heads that a format has no place for, from config.json alone.
 
     Raises:
@@ -124,6 +123,7 @@ def check(job: Job) -> None:
 
 def write(job: Job) -> list[str]:
     """Write an export in one of the four layouts."""
+    _check(job)
     heads = cast(MedusaHeads, load_heads(job.checkpoint))  # in the precision they are stored in
     tokenizer, tuned = load_tokenizer(job.checkpoint), job.info["base"]["tuned"]
     place = str(job.output.resolve() / "base") if tuned else base_name(job.info, "")
@@ -136,8 +136,7 @@ def write(job: Job) -> list[str]:
             tensors, notes = _tensors(job.form, heads, output)
             config = copy.deepcopy(base.config)
             vars(config).pop("quantization_config", None)
-            for key, value in _counts(heads).items():
-                setattr(config, key, value)
+            config.update(_counts(heads))
             save_as(folder, type(base), config, base, tensors, tokenizer, job.dtype)
             return notes
         notes = write_heads(job.form, folder, heads, output, job.dtype, place)
@@ -162,7 +161,7 @@ def write_heads(
     Args:
         form: any of the layouts but ``merged``.
         folder: an empty one.
-        heads: those that :func:`check` has nothing against.
+        heads: those that :func:`write` has nothing against.
         output: the base's output layer; None where the layout has no matrices. A factor on its
             logits goes into the matrices, or into vLLM's config.
         dtype: of the tensors; None keeps each as it is.
@@ -189,8 +188,7 @@ def write_heads(
         if heads.num_layers > 1:
             notes.append(f"TGI reads such heads with one block each, these have {heads.num_layers}")
     # token ids keep their dtype: half precision would name other tokens from 2,048 on
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(cast_tensors(plain, dtype), folder / _NAMES[form].file, metadata={"format": "pt"})
+    save_tensors(folder / _NAMES[form].file, cast_tensors(tensors, dtype), {"format": "pt"})
     write_json(folder / "config.json", config)
     return notes
 
@@ -395,8 +393,8 @@ class Layout:
             return []
         self.notes += check_output("these heads have", output, "so are those of the heads now,")
         raw = self.config.get("logit_scale", 1.0)
-        if type(raw) not in (int, float) or not math.isfinite(raw) or raw <= 0:
-            raise ConfigError(f"config.json: logit_scale is {raw!r:.40}, expected a number above 0")
+        fits = type(raw) in (int, float) and math.isfinite(raw) and raw > 0
+        expect(fits, "config.json: logit_scale", raw, "a number above 0")
         factor = float(raw) / output.scale
         matrices = [found[name] for name in self.matrices]
         rows = output.weight

@@ -19,17 +19,10 @@ from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError
 from specheads.formats import drafters, hydra, medusa
 from specheads.formats.write import recorded_dtype
+from specheads.models import manifest
 from specheads.models.base import check_tokenizer, load_base_model, load_config, load_tokenizer
 from specheads.models.checkpoint import origin, save_export
 from specheads.models.digest import weight_files
-from specheads.models.manifest import (
-    MANIFEST,
-    PROVENANCE,
-    TensorFiles,
-    open_pickle,
-    open_safetensors,
-    read_json,
-)
 from specheads.models.names import model_folder
 
 _FILES = [f"{stem}_lm_head{end}" for stem in ("medusa", "hydra") for end in (".safetensors", ".pt")]
@@ -107,28 +100,28 @@ def bring_in(
 
 def _open(
     folder: Path, allow_pickle: bool
-) -> tuple[medusa.Layout | hydra.Layout | drafters.Layout, TensorFiles | None]:
+) -> tuple[medusa.Layout | hydra.Layout | drafters.Layout, manifest.TensorFiles | None]:
     """Return the layout of the heads in a folder, and the model around them if there is one."""
     if not folder.is_dir():
         raise ConfigError(
             f"checkpoint={folder}: there is no such folder; one of the hub is first downloaded: hf"
             f" download {folder} --local-dir <folder>"
         )
-    if (folder / MANIFEST).is_file() or (folder / PROVENANCE).is_file():
+    if (folder / manifest.MANIFEST).is_file() or (folder / manifest.PROVENANCE).is_file():
         raise ConfigError(f"{folder} is an export of specheads already: leave base= out")
     config = _config_of(folder)
     if single := next((folder / name for name in _FILES if (folder / name).is_file()), None):
         if single.suffix == ".pt":
-            files = open_pickle(single, allow_pickle=allow_pickle)
+            files = manifest.open_pickle(single, allow_pickle=allow_pickle)
         else:
-            files = open_safetensors([single])
+            files = manifest.open_safetensors([single])
         return (hydra if single.stem == "hydra_lm_head" else medusa).layout_of(files, config), None
     if not (weights := weight_files(folder)):
         raise ConfigError(
             f"{folder} holds no heads of a known layout: neither medusa_lm_head.safetensors nor"
             " .pt, hydra_lm_head, nor model.safetensors"
         )
-    files = open_safetensors(weights)
+    files = manifest.open_safetensors(weights)
     if drafters.kind_of(config):
         return drafters.layout_of(files, config), None
     inside = {name: each for name, each in files.header.items() if name.startswith(medusa.PREFIX)}
@@ -141,7 +134,7 @@ def _open(
 
 def _config_of(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
-    return read_json(file, "", strict=False) if file.is_file() else {}
+    return manifest.read_json(file, "", strict=False) if file.is_file() else {}
 
 
 def _sizes(name: str) -> tuple[int, int]:
@@ -153,9 +146,9 @@ def _sizes(name: str) -> tuple[int, int]:
     return hidden_size, vocab_size
 
 
-def _is_tuned(files: TensorFiles, base: str) -> bool:
+def _is_tuned(files: manifest.TensorFiles, base: str) -> bool:
     """Return whether the model around the heads has other weights than ``base``."""
-    original = open_safetensors(weight_files(model_folder(base)))
+    original = manifest.open_safetensors(weight_files(model_folder(base)))
     return files.header != original.header or not all(
         torch.equal(files.read([name])[name], original.read([name])[name])
         for name in sorted(files.header)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from specheads.models.names import OURS, resolve_name
 from specheads.system import __version__
-
-if TYPE_CHECKING:
-    import torch
 
 # what was read and run of each engine, in November 2026
 CHECKED = {

@@ -28,18 +28,10 @@ from specheads.data.chat import Encoder, learned_counts, most_frequent
 from specheads.data.schema import Record
 from specheads.formats import drafters, medusa, mtp_standard, serving
 from specheads.formats.serving import Job, Serving
+from specheads.models import checkpoint as exports
 from specheads.models import mtp_hf
 from specheads.models.adapters import merge_adapter
 from specheads.models.base import load_base_model, load_config, load_tokenizer, torch_dtype
-from specheads.models.checkpoint import (
-    KINDS,
-    load_export,
-    load_heads,
-    read_config,
-    save_export,
-    save_hf,
-    save_plain_model,
-)
 from specheads.models.draft import save_draft
 from specheads.models.heads import MedusaHeads, low_rank_heads, pruned_heads
 from specheads.models.kinds import Heads
@@ -49,7 +41,7 @@ from specheads.system.files import whole_folder
 from specheads.system.hardware import pick_device
 from specheads.system.hub import is_hub_error
 
-HEADS = tuple(KINDS)
+HEADS = tuple(exports.KINDS)
 
 
 @dataclass(frozen=True)
@@ -60,9 +52,9 @@ class Format:
         kinds: of exports that have a place in it: kinds of heads, or ``draft``.
         holds: for docs/formats.md, and for errors.
         write: writes the folder, whole or not at all, and returns lines that the user has to know.
+            Raises ConfigError before anything is loaded for heads of one of ``kinds`` that the
+            format cannot hold, as far as config.json says that.
         serve: ``(place, base, info) -> commands``, see :func:`commands`.
-        check: raises ConfigError for heads of one of ``kinds`` that the format cannot hold, from
-            config.json alone.
         card: a sentence for the model card; for a format without heads the whole introduction, with
             ``{base}`` and ``{kind}``.
         title: of the model card; empty unless the heads are left out.
@@ -75,7 +67,6 @@ class Format:
     holds: str
     write: Callable[[Job], list[str]]
     serve: Callable[[str, str, dict[str, Any]], list[Serving]]
-    check: Callable[[Job], None] | None = None
     card: str = ""
     title: str = ""
     chain: bool = False
@@ -98,8 +89,6 @@ def write(job: Job) -> list[str]:
     if kind not in known.kinds:
         found = _INSTEAD.get(kind, f"{kind}; plain writes its base model")
         raise ConfigError(f"format={job.form} holds {known.holds}; {job.checkpoint} is {found}")
-    if known.check:
-        known.check(job)
     return known.write(job)
 
 
@@ -136,7 +125,7 @@ def write_draft(job: Job) -> list[str]:
     dtype = job.dtype or recorded_dtype(job.checkpoint)
     model = load_base_model(job.checkpoint, dtype=dtype, device="cpu")
     if job.form != "native":
-        save_plain_model(job.output, model, tokenizer, dtype=job.dtype)
+        exports.save_plain_model(job.output, model, tokenizer, dtype=job.dtype)
         trained_for = base["name"] or "a base model trained from scratch"
         return [f"a draft model for {trained_for}, AutoModelForCausalLM.from_pretrained loads it"]
     save_draft(job.output, model, tokenizer, job.info, dtype=job.dtype)
@@ -144,13 +133,13 @@ def write_draft(job: Job) -> list[str]:
 
 
 def _write_plain(job: Job) -> list[str]:
-    export = load_export(job.checkpoint, dtype=job.dtype, device="cpu")
-    save_plain_model(job.output, export.base, export.tokenizer, dtype=job.dtype)
+    export = exports.load_export(job.checkpoint, dtype=job.dtype, device="cpu")
+    exports.save_plain_model(job.output, export.base, export.tokenizer, dtype=job.dtype)
     return ["AutoModelForCausalLM.from_pretrained loads it"]
 
 
 def _write_hf(job: Job) -> list[str]:
-    export = load_export(job.checkpoint, dtype=job.dtype, device="cpu")
+    export = exports.load_export(job.checkpoint, dtype=job.dtype, device="cpu")
     mtp_hf.write(job.output, export.base, cast(MtpHeads, export.heads), export.tokenizer)
     return [
         "after `import specheads` AutoModelForCausalLM.from_pretrained loads it, its heads as"
@@ -169,8 +158,8 @@ def _write_custom_class(job: Job) -> list[str]:
     notes = ["vLLM guesses from the text with it: the heads are not in it"]
     with whole_folder(job.output) as folder:
         if job.info["base"]["tuned"]:
-            export = load_export(job.checkpoint, device="cpu")
-            save_hf(folder, export.base, export.tokenizer, job.dtype)
+            export = exports.load_export(job.checkpoint, device="cpu")
+            exports.save_hf(folder, export.base, export.tokenizer, job.dtype)
             notes.append("the tuned base model lies beside the settings")
         write_json(folder / "speculative_config.json", serving.proposer_settings())
     return notes
@@ -184,10 +173,8 @@ _INSTEAD = {
     "eagle3": "an EAGLE-3 head, which format=eagle3 holds",
     "draft": "a draft model, which format=draft writes for every engine",
 }
-_MEDUSA = partial(Format, kinds=("medusa",), write=medusa.write, check=medusa.check, chain=True)
-_DRAFTER = partial(
-    Format, write=drafters.write, check=drafters.check, chain=True, card="Laid out for engines."
-)
+_MEDUSA = partial(Format, kinds=("medusa",), write=medusa.write, chain=True)
+_DRAFTER = partial(Format, write=drafters.write, chain=True, card="Laid out for engines.")
 _ORIGINAL = "Laid out as the original Medusa code and TGI read them"
 
 FORMATS = {
@@ -296,23 +283,25 @@ def write_native(config: ExportConfig, records: list[Record]) -> None:
         RunError: if the disk is full.
     """
     checkpoint, output = config.checkpoint, Path(config.output)
-    info = read_config(checkpoint)
+    info = exports.read_config(checkpoint)
     number = "rank" if config.lm_head == "low_rank" else "num_kept"
     asked = f"lm_head={config.lm_head} {number}={getattr(config, number)}"
     _check_heads(config, info, asked)
-    tokenizer, heads = load_tokenizer(checkpoint), load_heads(checkpoint)
+    tokenizer, heads = load_tokenizer(checkpoint), exports.load_heads(checkpoint)
     smaller, note = _smaller(config, heads, tokenizer, records)
     if config.lm_head != "keep" and num_bytes(smaller) >= num_bytes(heads):
         raise ConfigError(
             f"{asked} makes no smaller heads of {checkpoint}: {size(heads)} before,"
             f" {size(smaller)} after"
         )
-    tuned = load_export(checkpoint, device="cpu").base if info["base"]["tuned"] else None
+    tuned = exports.load_export(checkpoint, device="cpu").base if info["base"]["tuned"] else None
     if config.merge and tuned is not None:
         merge_adapter(tuned)
     training = info.get("training", {}) | ({"compressed": note} if note else {})
     tree, info = Tree.from_choices(info["tree"]["choices"]), {**info, "training": training}
-    save_export(output, smaller, tokenizer, tree, info, tuned_base=tuned, dtype=config.dtype)
+    exports.save_export(
+        output, smaller, tokenizer, tree, info, tuned_base=tuned, dtype=config.dtype
+    )
     for name in _PROMPTS:
         if (Path(checkpoint) / name).is_file():
             shutil.copyfile(Path(checkpoint) / name, output / name)
@@ -328,7 +317,7 @@ def _check_heads(config: ExportConfig, info: dict[str, Any], asked: str) -> None
     checkpoint, kept, kind = config.checkpoint, config.num_kept, info["kind"]
     if config.merge and not info["base"].get("adapter"):
         raise ConfigError(f"merge=true, but {checkpoint} has no separate adapter")
-    if config.lm_head != "keep" and not KINDS[kind].compressible:
+    if config.lm_head != "keep" and not exports.KINDS[kind].compressible:
         raise ConfigError(f"{asked} is not for {kind.upper()} heads, which {checkpoint} has")
     if config.lm_head != "pruned":
         return

@@ -23,7 +23,6 @@ import torch
 from tqdm import tqdm
 
 from specheads.config import ConfigError, DecodeConfig, dtype_name, export_of
-from specheads.config.main import EXIT_USAGE
 from specheads.data.rendering import render
 from specheads.decoding.generate import SpecDecoder
 from specheads.measure.clock import pad_left
@@ -32,6 +31,7 @@ from specheads.models.base import context_length, end_tokens, input_device
 from specheads.models.forward import groups_by_side
 from specheads.models.support import tree_support
 from specheads.system import hardware
+from specheads.system.errors import EXIT_USAGE
 from specheads.system.terminal import stop
 
 NAME = "specheads"

@@ -81,16 +81,13 @@ def gather_texts(text: str) -> list[str]:
     if not _group_exists():
         return [text]
     data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
-    data = data.to(_meeting_place())
-    lengths = torch.zeros(world_size(), dtype=torch.long, device=data.device)
-    lengths[rank()] = len(data)
-    group.all_reduce(lengths)
-    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=data.device)
-    padded[: len(data)] = data
-    gathered = [torch.empty_like(padded) for _ in range(world_size())]
-    group.all_gather(gathered, padded)
-    found = zip(gathered, lengths.tolist(), strict=True)
-    return [bytes(part[:n].tolist()).decode().strip("\0") for part, n in found]
+    longest = torch.tensor(len(data), device=_meeting_place())
+    group.all_reduce(longest, group.ReduceOp.MAX)
+    # every rank fills its own row, which is 0 in all others
+    rows = torch.zeros(world_size(), int(longest), dtype=torch.uint8, device=longest.device)
+    rows[rank(), : len(data)] = data
+    group.all_reduce(rows)
+    return [bytes(row.tolist()).decode().strip("\0") for row in rows]
 
 
 def barrier() -> None:

@@ -45,6 +45,21 @@ def is_hub_error(error: BaseException) -> bool:
     return theirs or isinstance(error, OSError | ValueError | RuntimeError)
 
 
+def fetched(repository: str, file: str, revision: str | None = None) -> Path | None:
+    """Return a file of a repository on the hub, from the cache or fetched.
+
+    None if it is not there, may not be read, or the hub cannot be reached.
+    """
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, file, revision=revision))
+    except Exception as error:
+        if not is_hub_error(error):
+            raise
+        return None
+
+
 @lru_cache(maxsize=8)
 def _answers(endpoint: str) -> bool:
     found = urlsplit(endpoint)
@@ -72,25 +87,18 @@ def fetched_export(name: str) -> str:
     """
     if not _NAME.fullmatch(name) or Path(name).expanduser().exists():
         return name
-    from huggingface_hub import hf_hub_download
-
     repository, _, revision = name.partition("@")
     keep_to_the_cache_if_unreachable()
+    if (manifest := fetched(repository, _MANIFEST, revision or None)) is None:
+        return name  # a plain model, or what its loading has a line for
+    commit = manifest.parent.name  # a branch may move on between two files
     try:
-        manifest = Path(hf_hub_download(repository, _MANIFEST, revision=revision or None))
-        commit = manifest.parent.name  # a branch may move on between two files
         listed = json.loads(manifest.read_text(encoding="utf-8"))["files"]
         inside = [each for each in listed if ".." not in each and not each.startswith("/")]
-        for file in inside:
-            hf_hub_download(repository, file, revision=commit)
-    except Exception as error:
-        if not (isinstance(error, KeyError | TypeError | AttributeError) or is_hub_error(error)):
-            raise
-        return name  # a plain model, or what its loading has a line for
+    except (KeyError, TypeError, AttributeError, ValueError, OSError, RuntimeError):
+        return name
+    if not all(fetched(repository, file, commit) for file in inside):
+        return name
     for file in _BESIDE:
-        try:
-            hf_hub_download(repository, file, revision=commit)
-        except Exception as error:
-            if not is_hub_error(error):
-                raise
+        fetched(repository, file, commit)
     return str(manifest.parent)

@@ -15,19 +15,15 @@ import re
 import select
 import signal
 import sys
+import termios
 import threading
 import time
+import tty
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TextIO
 
 from specheads.system.redact import redact
-
-try:
-    import termios
-    import tty
-except ImportError:  # Windows
-    termios = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -223,7 +219,7 @@ def keys_of(stream: TextIO) -> Iterator[Callable[[], str]]:
 
     It never waits, and Ctrl-C still interrupts. Where ``stream`` is no terminal nothing is seen.
     """
-    if not stream.isatty() or termios is None:
+    if not stream.isatty():
         yield lambda: ""
         return
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
