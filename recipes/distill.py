@@ -10,7 +10,6 @@ python -m specheads.train +recipe=distill
 from typing import Any
 
 from specheads.config import TrainConfig
-from specheads.data.chat import pad_token_id
 from specheads.models.draft import num_ids, shared_vocabulary, vocab_size
 from specheads.models.output import output_layer
 from specheads.pipeline import Drafting, start
@@ -53,7 +52,7 @@ def run(cfg: TrainConfig) -> None:
                 max_new_tokens=wanted.on_policy_tokens,
                 seed=cfg.seed,
                 vocab_size=compared,
-                pad_token_id=pad_token_id(tokenizer),
+                pad_token_id=int(tokenizer.pad_token_id or 0),
             )
             notes = ["answers that the draft model writes itself: their time on top"]
         objective = judge

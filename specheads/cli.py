@@ -10,6 +10,7 @@ from specheads.system import __version__
 
 COMMANDS = {
     "auto": ("specheads.auto", "from a model's name to heads for it, in the minutes you give"),
+    "init": ("specheads.init", "begin a YAML file of a run, with a reason for each setting"),
     "train": ("specheads.train", "train heads, a draft model, or a base model"),
     "generate": ("specheads.generate", "decode a prompt, or a file of prompts"),
     "chat": ("specheads.chat", "talk to a model in the terminal"),

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import queue
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -376,26 +375,15 @@ def run_recipe(recipe: str, **settings: Any) -> Path:
     """
     from specheads.config.compose import composed
     from specheads.config.main import tidy_arguments
+    from specheads.config.own import hydra_word
     from specheads.train import train
 
     place = f"run_dir=runs/{settings.get('name', recipe)}"
-    words = [f"{key.replace('__', '.')}={_word(value)}" for key, value in settings.items()]
+    words = [f"{key.replace('__', '.')}={hydra_word(value)}" for key, value in settings.items()]
     given = [f"+recipe={recipe}", *([] if "run_dir" in settings else [place]), *words]
     config = composed("train", TrainConfig, tidy_arguments(given))
     train(config)
     return Path(config.run_dir)
-
-
-def _word(value: object) -> str:
-    """Return a value as Hydra reads it on a command line."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}: {_word(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_word, value)) + "]"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    text = str(value)
-    return text if re.fullmatch(r"[\w./:@~+-]+", text) else "'" + text.replace("'", "\\'") + "'"
 
 
 class _ClosedError(Exception):

@@ -16,6 +16,7 @@ from specheads.config.commands import (
     DoctorConfig,
     ExportConfig,
     GenerateConfig,
+    InitConfig,
     PreviewConfig,
     QualityConfig,
     QuestionsConfig,

@@ -360,6 +360,17 @@ class PreviewConfig(Settings):
 
 
 @dataclass
+class InitConfig:
+    """Everything ``python -m specheads.init`` accepts."""
+
+    model: str = "smollm2"  # the base: a folder, a .gguf, a name on the hub, a file of conf/model
+    data: str = ""  # a file of records, or a name of conf/data; empty: the recipe's
+    recipe: str = "hydra"
+    name: str = ""  # of the run; empty: the file's
+    output: str = "my.yaml"
+
+
+@dataclass
 class DoctorConfig(SpreadSettings):
     """Everything ``python -m specheads.doctor`` accepts."""
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from specheads.config.compose import explain, register_schemas, to_config
+from specheads.config.own import with_own_file
 from specheads.system import dist, errors
 from specheads.system.errors import ConfigError, InterruptedRunError, RunError
 from specheads.system.files import conf_dir, shipped_export
@@ -214,7 +215,8 @@ def hydra_main(
             sys.argv[1:], values = take_literals(sys.argv[1:], key)
             taken |= {key: values} if values else {}
         group = "Config" in str(schema.__annotations__.get("data"))
-        sys.argv[1:] = tidy_arguments(take_local_rank(sys.argv[1:]), data_group=group)
+        words = with_own_file(take_local_rank(sys.argv[1:]))
+        sys.argv[1:] = tidy_arguments(words, data_group=group)
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(checked)()
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
         if wants_traceback:

@@ -1,8 +1,8 @@
-r"""The harness lm-eval with our decoder as its model: ``python -m specheads.lm_eval_model``.
+r"""The harness lm-eval with our decoder as its model: ``python -m specheads.measure.lm_eval``.
 
 ::
 
-    python -m specheads.lm_eval_model --model specheads --tasks gsm8k \
+    python -m specheads.measure.lm_eval --model specheads --tasks gsm8k \
         --model_args checkpoint=runs/medusa2/export,acceptance=lossy_typical
 
 Everything behind the module's name is lm-eval's own command line; this registers the model
@@ -377,3 +377,7 @@ def main() -> None:
         importlib.import_module("lm_eval.__main__").cli_evaluate()
     except ConfigError as error:
         stop(str(error), EXIT_USAGE)
+
+
+if __name__ == "__main__":
+    main()

@@ -117,7 +117,8 @@ class MtpLayer(nn.Module):
     ) -> None:
         super().__init__()
         width, epsilon = config.hidden_size, getattr(config, "rms_norm_eps", None)
-        norm = partial(type(like.norm), width, **({"eps": epsilon} if epsilon else {}))
+        kind: Any = type(like.norm)
+        norm = partial(kind, width, **({"eps": epsilon} if epsilon else {}))
         self.block = type(like.layers[-1])(config, 0)
         self.norm = norm()
         self.enorm = norm() if sequential else None

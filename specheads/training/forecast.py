@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from specheads.config import ConfigError, HeadsConfig, TrainConfig
-from specheads.data.teacher_cache import STORED, readable
+from specheads.data.teacher_cache import readable
 from specheads.losses.fused import rows_at_once
 from specheads.models.base import load_config, torch_dtype
 from specheads.models.kinds import Heads
@@ -79,7 +79,7 @@ def forecast(cfg: TrainConfig, ranks: int = RANKS, memory: float = MEMORY) -> st
     steps, rows = cfg.steps or STEPS, cfg.data.rows * cfg.optim.accumulation
     tokens = steps * rows * cfg.data.seq_len * ranks
     stored = with_final(heads.taps)
-    given = STORED.get(cfg.features.dtype, dtype)
+    given = dtype if cfg.features.dtype == "auto" else torch_dtype(cfg.features.dtype)
     per_token = len(stored) * heads.hidden_size * given.itemsize
     rate = ranks * PEAK * SHARE
     inner = count_parameters(base.base_model) - base.get_input_embeddings().weight.numel()

@@ -68,7 +68,7 @@ def test_documented_names_stay_where_they_are(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("program", "line"),
-    [("specheads.torchrun", r"usage: .*nproc-per-node"), ("specheads.lm_eval_model", "lm.eval")],
+    [("specheads.torchrun", r"usage: .*nproc-per-node"), ("specheads.measure.lm_eval", "lm.eval")],
 )
 def test_programs_keep_their_names(
     program: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -194,7 +194,7 @@ def test_the_command_runs_lm_evals_own(
 ) -> None:
     """The line in the documentation is all that people will try."""
     arguments = ["--model", "specheads", "--model_args", f"checkpoint={tiny_export}"]
-    monkeypatch.setattr(sys, "argv", ["lm_eval_model", *arguments])
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments])
     lm_eval.main()
     assert capsys.readouterr().out.startswith("['")
     monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "checkpoint=./nowhere"])
