@@ -41,6 +41,7 @@ def full_parts(runs: str = RUNS) -> list[harness.Part]:
         (f"{FOLDER}/{RECORD}", *(path for part in readme for path in part.outputs)),
         sum(part.minutes for part in readme),
         reads=tuple(dict.fromkeys(folder for part in readme for folder in part.reads)),
+        section="tinycode, the checkpoints that ship",
     )
     return [*harness.read_parts(harness.ROOT / "scripts" / "bench_full.toml", runs=runs), last]
 

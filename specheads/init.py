@@ -35,7 +35,7 @@ def run(config: InitConfig) -> None:
 
 def main() -> None:
     """Compose, check, write."""
-    hydra_main("init", InitConfig, run, literal=("model", "data", "output"))
+    hydra_main("init", InitConfig, run, literal=("model", "data", "recipe", "output"))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def _escaped(found: re.Match[str]) -> str:
     return 2 * found[1] + ("\\'" if found[2] else "")
 
 
-_PLAIN = re.compile(r"[\w./:@~+-]+")
+_PLAIN = re.compile(r"[\w./:@~+-]+", re.ASCII)
 # what would be read as another type than text
 _OTHER = re.compile(r"[-+.\d_e]+|true|false|null|[-+]?(inf|nan)", re.IGNORECASE)
 

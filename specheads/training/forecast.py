@@ -20,14 +20,15 @@ from specheads.data.teacher_cache import readable
 from specheads.losses.fused import rows_at_once
 from specheads.models.base import load_config, torch_dtype
 from specheads.models.kinds import Heads
-from specheads.models.output import OutputLayer, output_layer, with_final
+from specheads.models.output import OutputLayer, with_final
 from specheads.training.plan import SPREADS, Load, clock, count_parameters, need, tensor_bytes
 from specheads.training.setup import heads_of
 
 RANKS, MEMORY = 8, 80e9  # what is planned for where no GPU says otherwise
 PEAK, SHARE = 989e12, 0.4  # bfloat16 products of an H100 per second, and what is assumed of them
 STEPS = 2000  # where a rule would find their number in the data
-FORWARD, TRAINED = 2, 6  # operations per number of a matrix and row: forward; and backward
+# operations per number of a matrix and row: forward; with what its input learns; with it itself
+FORWARD, FROZEN, TRAINED = 2, 4, 6
 
 
 def without_weights(name: str) -> bool:
@@ -43,16 +44,24 @@ def operations(heads: Heads, rows: int, seq_len: int) -> float:
     for every head; what joins the taps runs at every position, as other heads do.
     """
     everywhere = rows * seq_len
-    asked = rows * min(heads.anchors, seq_len) * heads.num_heads if heads.anchors else everywhere
+    anchors = rows * min(heads.anchors, seq_len) if heads.anchors else everywhere
     shared = heads.one_matrix or "shared" in heads.lm_head
-    numbers = 0.0
+    total = 0.0
     for name, weight in cast(nn.Module, heads).named_parameters():
-        if weight.dim() == 2 and not (shared and "lm_head" in name):
-            numbers += weight.numel() * (everywhere if name.startswith("fc.") else asked)
-    if shared:  # one matrix, of which every head makes its products
-        guessed = asked if heads.anchors else asked * heads.num_heads
-        numbers += heads.num_outputs * heads.hidden_size * guessed
-    return TRAINED * numbers
+        if weight.dim() != 2 or (shared and "lm_head" in name):
+            continue
+        times = anchors * heads.num_heads if heads.anchors else everywhere
+        if heads.anchors and name.startswith("fc."):
+            times = everywhere
+        elif name.startswith("inject"):  # makes all slots of an anchor at once
+            times = anchors
+        total += TRAINED * weight.numel() * times
+    if (
+        shared
+    ):  # one matrix, of which every head makes its products; it learns where it is their own
+        each = TRAINED if "shared" not in heads.lm_head else FROZEN
+        total += each * heads.num_outputs * heads.hidden_size * anchors * heads.num_heads
+    return total
 
 
 def forecast(cfg: TrainConfig, ranks: int = RANKS, memory: float = MEMORY) -> str:
@@ -74,7 +83,7 @@ def forecast(cfg: TrainConfig, ranks: int = RANKS, memory: float = MEMORY) -> st
     config, dtype = load_config(cfg.model.name), torch_dtype(cfg.model.dtype)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        output = output_layer(base)
+        output = OutputLayer(base.get_output_embeddings())
         heads = heads_of(_sized(cfg.heads, output), base, output)
     steps, rows = cfg.steps or STEPS, cfg.data.rows * cfg.optim.accumulation
     tokens = steps * rows * cfg.data.seq_len * ranks

@@ -15,6 +15,7 @@ from hydra._internal.utils import get_args_parser
 from specheads import cli
 from specheads.config import main as entry
 from specheads.config.main import tidy_arguments
+from specheads.system import errors
 from specheads.system.files import conf_dir
 from tests.composed import composed
 from tests.processes import ROOT
@@ -67,7 +68,7 @@ def test_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         ("trian", "did you mean train?"),
         ("tree-serach", "did you mean tree?"),
         ("docter", "did you mean doctor?"),
-        ("xyzzy", "there are auto, train, generate, chat,"),
+        ("xyzzy", "there are auto, init, train, generate,"),
     ],
 )
 def test_unknown_commands_get_advice(
@@ -162,7 +163,7 @@ def test_help_shows_examples_that_compose(program: str) -> None:
 
 def test_exit_codes_are_documented() -> None:
     """A script that takes 75 for a failure throws a resumable run away."""
-    assert (entry.EXIT_FAILED, entry.EXIT_USAGE, entry.EXIT_INTERRUPTED) == (1, 2, 75)
+    assert (errors.EXIT_FAILED, errors.EXIT_USAGE, errors.EXIT_INTERRUPTED) == (1, 2, 75)
     said = "0 done, 1 failed, 2 wrong usage, 75 interrupted and resumable"
     assert said in cli.usage()
     assert said in (ROOT / "docs" / "commands.md").read_text()

@@ -386,7 +386,10 @@ def test_a_part_does_not_train_on_what_another_holds_out(tmp_path: Path) -> None
 def test_a_mixture_with_pycode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part keeps its own rule of what is held out."""
     made = {
-        split: [{"id": f"{split}{i}", "kind": "next", "text": f"{split} {i}"} for i in range(50)]
+        split: [
+            {"id": each, "kind": "next", "messages": [{"role": "user", "content": each}]}
+            for each in (f"{split}{i}" for i in range(50))
+        ]
         for split in ("train", "heldout")
     }
     monkeypatch.setattr(pycode, "pairs", lambda split, *_rest: made[split])

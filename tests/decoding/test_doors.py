@@ -75,6 +75,7 @@ def test_programs_keep_their_names(
 ) -> None:
     """Launch scripts outlive a version, and a warning on every rank of each start helps nobody."""
     monkeypatch.setattr(sys, "argv", [program, "--help"])
+    monkeypatch.delitem(sys.modules, program, raising=False)  # as in a process of its own
     with warnings.catch_warnings(record=True) as told, pytest.raises(SystemExit) as ended:
         warnings.simplefilter("always")
         runpy.run_module(program, run_name="__main__", alter_sys=True)  # as ``python -m`` does

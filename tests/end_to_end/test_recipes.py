@@ -290,7 +290,7 @@ def is_stopped() -> None:
 @pytest.mark.parametrize(
     ("recipe", "place", "what"),
     [
-        ("medusa1", "measure.evaluate.calibrate", is_stopped),
+        ("medusa1", "pipeline.calibrate", is_stopped),
         ("medusa2", "training.heldout._num_valid", raises),
         ("mtp", "formats.card._by_training", raises),
         ("mtp_finetune", "measure.evaluate.decode_all", raises),
