@@ -1,7 +1,9 @@
-"""Measure a real base with heads on the questions of data/real: ``make bench-real``.
+r"""Measure a real base with heads on the questions of data/real: ``make bench-real``.
 
     python scripts/bench_real.py [--resume]
     python scripts/bench_real.py --checkpoint runs/mine/export --out build/real
+    python scripts/bench_real.py --checkpoint runs/mine/export --out build/real \
+        --quick data/real/questions.jsonl
 
 Writes into ``benchmarks/real``: ``bench`` (every question), ``transformers`` (its own loops beside
 ours, three questions of a kind), ``own`` (questions that the base wrote itself, where the export
@@ -34,7 +36,7 @@ from specheads.measure import rows as report
 from specheads.measure.bench import Contest, asked_for, make_rows, quoted_method
 from specheads.measure.clock import Batch, Method, Prompt, Runs, make_batches, prompts_of, take_turn
 from specheads.measure.identity import given_logits
-from specheads.measure.render import disturbance_lines
+from specheads.measure.render import bench_text, disturbance_lines
 from specheads.models.support import tree_support
 from specheads.system import hardware
 
@@ -62,6 +64,7 @@ class Settings:
         dtype: of the weights
         threads: 0 takes as many as may be used
         resume: keep the answers that are there
+        quick: plain decoding and the heads alone, at T=0 and 1, on the questions of this file only
     """
 
     checkpoint: str = "data/checkpoints/smollm2"
@@ -74,6 +77,7 @@ class Settings:
     dtype: str = "bfloat16"
     threads: int = 0
     resume: bool = False
+    quick: Path | None = None
 
 
 class Status:
@@ -419,7 +423,7 @@ def work_folder(given: Settings) -> Path:
     """
     shared = ("checkpoint", "dtype", "max_new_tokens", "num_questions", "threads")
     now = {name: getattr(given, name) for name in shared}
-    now["weights"] = weights_digest(given.checkpoint)
+    now |= {"weights": weights_digest(given.checkpoint), "quick": str(given.quick or "")}
     if not given.resume:
         shutil.rmtree(given.work, ignore_errors=True)
     if (before := harness.kept(given.work / "settings.json", lambda: now)) != now:
@@ -474,6 +478,29 @@ def the_questions(one: Contestants, folder: Path, status: Status, pace: float) -
     return {"bench": bench, "transformers": beside, "identity": found}
 
 
+def both_temperatures(
+    one: Contestants, methods: Sequence[Method], what: str, folder: Path, status: Status
+) -> dict[str, Any]:
+    """Return the figures of some methods at T=0 and 1, on all questions of a model."""
+    clocked, watched = {}, []
+    for heat in (0.0, 1.0):
+        part = Part(f"{what}, T={heat:g}", one.prompts, methods, heat)
+        clocked[heat, 1], seen = part.answers(folder, status)
+        watched.append(seen)
+    return one.document(clocked, watched)
+
+
+def measure_quickly(given: Settings, file: Path, status: Status) -> None:
+    """Measure the heads alone beside plain decoding on the questions of one file, and write."""
+    folder = work_folder(replace(given, work=given.work.with_name(f"quick-{file.stem}")))
+    one = Contestants.load(given, given.dtype, file, given.num_questions)
+    status.ahead = 4 * measured_pace(one, folder, status) * len(one.prompts)
+    found = both_temperatures(one, one.only("plain", one.quoted), file.stem, folder, status)
+    harness.write(given.out / f"{file.stem}.json", found)
+    print(bench_text(found))
+    status.ahead = 0.0
+
+
 def measure(given: Settings, status: Status) -> None:
     """Measure, part after part, and write.
 
@@ -505,12 +532,7 @@ def measure(given: Settings, status: Status) -> None:
         harness.write(given.out / f"{name}.json", result)
     if own_file.is_file():
         own = Contestants.load(given, given.dtype, own_file, one.few)
-        clocked, watched = {}, []
-        for heat in (0.0, 1.0):
-            part = Part(f"own questions, T={heat:g}", own.prompts, own.quick, heat)
-            clocked[heat, 1], seen = part.answers(folder, status)
-            watched.append(seen)
-        results["own"] = own.document(clocked, watched)
+        results["own"] = both_temperatures(own, own.quick, "own questions", folder, status)
         harness.write(given.out / "own.json", results["own"])
     status.say("spec_bench")
     spec_bench(one, folder)
@@ -527,7 +549,10 @@ def main() -> None:
     given.threads = hardware.pin_threads(given.threads)
     hardware.quiet_loading()
     with Status(given.minutes) as status:
-        measure(given, status)
+        if given.quick:
+            measure_quickly(given, given.quick, status)
+        else:
+            measure(given, status)
 
 
 if __name__ == "__main__":

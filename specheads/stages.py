@@ -386,7 +386,7 @@ class _Stages:
         self.say(f"heads: {export}, with a card; figures: {self.folder / 'bench.json'}")
         self.say(
             f"use: specheads chat checkpoint={export}; in Python"
-            f" specheads.load_export('{export}'); for engines specheads export checkpoint={export}"
+            f" specheads.load('{export}'); for engines specheads export checkpoint={export}"
             " format=..., see docs/serving.md"
         )
         return {
