@@ -12,7 +12,7 @@ from specheads.config import ConfigError, InitConfig, TrainConfig
 from specheads.config.compose import composed
 from specheads.config.main import hydra_main, tidy_arguments
 from specheads.config.own import first_file
-from specheads.system.files import whole_file
+from specheads.system.files import write_whole
 
 
 def run(config: InitConfig) -> None:
@@ -28,8 +28,7 @@ def run(config: InitConfig) -> None:
     words = [f"recipe={config.recipe}", f"model={config.model}", f"data={config.data}"]
     words = [*(word for word in words if not word.endswith("=")), f"name={name}"]
     settings = composed("train", TrainConfig, [*tidy_arguments(words), f"run_dir=runs/{name}"])
-    with whole_file(output) as fresh:
-        fresh.write_text(first_file(words, settings), encoding="utf-8")
+    write_whole(output, first_file(words, settings))
     print(f"wrote {output}; next: specheads train config={output} dry_run=true")
 
 

@@ -19,6 +19,7 @@ from specheads.config import (
     TrainConfig,
 )
 from specheads.losses.cross_entropy import IGNORE, shift_labels
+from specheads.models.kinds import Heads
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_HEADS = 11, 6, 2
@@ -137,3 +138,12 @@ def save_talker(path: Path) -> Path:
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def full_logits(heads: Heads, logits: Tensor) -> Tensor:
+    """Spread logits [..., V'] over the vocabulary, [..., V]; -inf for tokens not guessed."""
+    if heads.token_map is None:
+        return logits
+    full = logits.new_full((*logits.shape[:-1], heads.vocab_size), -torch.inf)
+    full[..., heads.token_map] = logits
+    return full

@@ -26,11 +26,7 @@ def hydra_word(value: object) -> str:
     if not isinstance(value, str) or (_PLAIN.fullmatch(text) and not _OTHER.fullmatch(text)):
         return text
     # in front of a quote, and at the end, Hydra takes two backslashes for one
-    return "'" + re.sub(r"(\\*)('|\Z)", _escaped, text) + "'"
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return 2 * found[1] + ("\\'" if found[2] else "")
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + m[2].replace("'", "\\'"), text) + "'"
 
 
 _PLAIN = re.compile(r"[\w./:@~+-]+", re.ASCII)

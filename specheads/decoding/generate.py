@@ -380,6 +380,13 @@ def room(base: PreTrainedModel, prompt: Sequence[int], name: str = "the prompt")
     return context - len(prompt)
 
 
+def ending(decoder: SpecDecoder) -> dict[str, Any]:
+    """Return what ends and what pads the texts of a decoder with a tokenizer, for ``generate``."""
+    assert decoder.tokenizer is not None
+    ends, pad = end_tokens(decoder.base, decoder.tokenizer), decoder.tokenizer.pad_token_id
+    return {"eos_token_id": [*ends] or None, "pad_token_id": pad if isinstance(pad, int) else 0}
+
+
 def decode_prompts(
     decoder: SpecDecoder,
     settings: TextSettings,
@@ -396,8 +403,7 @@ def decode_prompts(
         max_new_tokens: limit per row.
         **more: further arguments of :meth:`SpecDecoder.generate`; ``seed`` replaces the settings'.
     """
-    assert decoder.tokenizer is not None
-    pad, device = decoder.tokenizer.pad_token_id, decoder.base.device
+    device = decoder.base.device
     ids = [torch.tensor([[*prompt]], dtype=torch.long, device=device) for prompt in prompts]
     input_ids, mask = pad_left(ids)
     options: dict[str, Any] = {
@@ -406,8 +412,7 @@ def decode_prompts(
         "repetition_penalty": settings.repetition_penalty,
         "no_repeat_ngram_size": settings.no_repeat_ngram_size,
         "seed": settings.seed,
-        "eos_token_id": list(end_tokens(decoder.base, decoder.tokenizer)) or None,
-        "pad_token_id": pad if isinstance(pad, int) else 0,
+        **ending(decoder),
     }
     if settings.temperature > 0:
         options |= {"top_k": settings.top_k, "top_p": settings.top_p}

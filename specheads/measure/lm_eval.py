@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from specheads.config import ConfigError, DecodeConfig, dtype_name, export_of
 from specheads.data.rendering import render
-from specheads.decoding.generate import SpecDecoder
+from specheads.decoding.generate import SpecDecoder, ending
 from specheads.measure.clock import pad_left
 from specheads.measure.quality import log_likelihood, logits_at
 from specheads.models.base import context_length, end_tokens, input_device
@@ -256,15 +256,13 @@ class _Methods:
             return [text for texts in alone for text in texts]
         prompts = [torch.tensor([row], device=self._device) for row in rows]
         input_ids, attention_mask = pad_left(prompts)
-        pad = self.tokenizer.pad_token_id
         result = self.decoder.generate(
             input_ids,
             limit,
             attention_mask=attention_mask,
             stop_strings=until or None,
             seed=seed,
-            eos_token_id=list(self._eos) or None,
-            pad_token_id=pad if isinstance(pad, int) else 0,
+            **ending(self.decoder),
             **settings,
         )
         self._lengths += [length for row in result.rows for length in row.accept_lengths]

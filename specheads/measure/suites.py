@@ -36,11 +36,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads.config import ConfigError, SpecBenchConfig
 from specheads.data.readers import json_lines
 from specheads.data.suites import Question, QuestionPrompts
-from specheads.decoding.generate import SpecDecoder
+from specheads.decoding.generate import SpecDecoder, ending
 from specheads.measure.clock import now
 from specheads.measure.render import Columns, estimate, figure, interval, make_table
 from specheads.measure.rows import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
-from specheads.models.base import context_length, end_tokens, input_device
+from specheads.models.base import context_length, input_device
 from specheads.system.files import write_whole
 from specheads.system.terminal import progress_bar
 
@@ -348,7 +348,7 @@ def decode_turn(
     tokenizer, device = decoder.tokenizer, decoder.base.device
     assert tokenizer is not None
     times: list[float] = []
-    ends, pad = end_tokens(decoder.base, tokenizer), tokenizer.pad_token_id
+    ends = ending(decoder)
     drawn: dict[str, Any] = {"top_k": 0, "top_p": 1.0} if temperature > 0 else {}
     start = now(device)
     result = decoder.generate(
@@ -358,12 +358,11 @@ def decode_turn(
         temperature=temperature,
         seed=seed,
         on_tokens=lambda row, tokens: times.append(time.perf_counter()),
-        eos_token_id=list(ends) or None,
-        pad_token_id=pad if isinstance(pad, int) else 0,
+        **ends,
         **drawn,
     )
     seconds, tokens = now(device) - start, result.new_tokens
-    said = tokens[:-1] if result.finished and tokens[-1] in ends else tokens
+    said = tokens[:-1] if result.finished and tokens[-1] in ends["eos_token_id"] else tokens
     text = tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     num_passes = result.num_steps + 1
     lengths = [1] * num_passes if decoder.drafter is None else list(result.accept_lengths)

@@ -279,14 +279,6 @@ class Heads(Protocol):
         """Return the token ids of places among the V', of any shape."""
         return places if self.token_map is None else self.token_map[places]
 
-    def full_logits(self, logits: Tensor) -> Tensor:
-        """Spread logits [..., V'] over the vocabulary, [..., V]; -inf for tokens not guessed."""
-        if self.token_map is None:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
-        full[..., self.token_map] = logits
-        return full
-
     def logits(
         self,
         hidden: Tensor,

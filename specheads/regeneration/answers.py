@@ -21,7 +21,7 @@ from typing import Any, Self
 from specheads.config import ConfigError, RunError
 from specheads.data.schema import Record, RecordError, differences
 from specheads.regeneration.dialogue import prompt_digest
-from specheads.system.files import no_room, whole_file
+from specheads.system.files import no_room, whole_file, write_whole
 from specheads.verification.sampling import Sampler
 
 
@@ -115,8 +115,7 @@ class AnswerFile:
                     f"{self.path} holds something, but there is no {self.settings_path.name}"
                     " beside it: it was not made by regenerate; choose another output="
                 )
-            with whole_file(self.settings_path) as fresh:
-                fresh.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+            write_whole(self.settings_path, json.dumps(wanted, indent=2) + "\n")
             return
         found = _object(self.settings_path.read_bytes(), str(self.settings_path))
         if others := differences(found, wanted):

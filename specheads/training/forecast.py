@@ -56,9 +56,7 @@ def operations(heads: Heads, rows: int, seq_len: int) -> float:
         elif name.startswith("inject"):  # makes all slots of an anchor at once
             times = anchors
         total += TRAINED * weight.numel() * times
-    if (
-        shared
-    ):  # one matrix, of which every head makes its products; it learns where it is their own
+    if shared:  # of one matrix every head makes its products; it learns where it is their own
         each = TRAINED if "shared" not in heads.lm_head else FROZEN
         total += each * heads.num_outputs * heads.hidden_size * anchors * heads.num_heads
     return total
@@ -80,9 +78,9 @@ def forecast(cfg: TrainConfig, ranks: int = RANKS, memory: float = MEMORY) -> st
             f"model.name={cfg.model.name} holds config.json and no weights, from which recipes that"
             f" train heads alone can be planned; recipe={cfg.recipe} needs model.safetensors there"
         )
-    config, dtype = load_config(cfg.model.name), torch_dtype(cfg.model.dtype)
+    dtype = torch_dtype(cfg.model.dtype)
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        base = AutoModelForCausalLM.from_config(load_config(cfg.model.name), dtype=dtype)
         output = OutputLayer(base.get_output_embeddings())
         heads = heads_of(_sized(cfg.heads, output), base, output)
     steps, rows = cfg.steps or STEPS, cfg.data.rows * cfg.optim.accumulation
@@ -94,13 +92,23 @@ def forecast(cfg: TrainConfig, ranks: int = RANKS, memory: float = MEMORY) -> st
     inner = count_parameters(base.base_model) - base.get_input_embeddings().weight.numel()
     base_time = FORWARD * inner * tokens / rate
     heads_time = steps * ranks * operations(heads, rows, cfg.data.seq_len) / rate
-    base_bytes = tensor_bytes(base.parameters())
+    base_bytes, trained = tensor_bytes(base.parameters()), count_parameters(cast(nn.Module, heads))
+    logits = 4.0 * heads.num_outputs * min(rows * cfg.data.seq_len, rows_at_once(output.weight))
+    load = Load(
+        trained={4: trained},
+        frozen=count_parameters(base),
+        frozen_bytes=base_bytes,
+        logits=logits,
+        accumulation=cfg.optim.accumulation,
+        outer=output.weight.numel(),
+    )
     return "\n".join(
         [
             f"planned from {cfg.model.name}/config.json alone: nothing was loaded, read or timed",
             f"base: {count_parameters(base) / 1e6:,.0f} M parameters, {readable(base_bytes)}",
-            f"heads: {_numbers(heads) / 1e6:,.1f} M parameters, of {heads.num_outputs:,} tokens",
-            _memory(cfg, base, heads, output, ranks, memory),
+            f"heads: {trained / 1e6:,.1f} M parameters, of {heads.num_outputs:,} tokens",
+            f"memory of each of {ranks} GPUs of {memory / 1e9:.0f} GB with AdamW, activations left"
+            f" out: {_memory(load, ranks, memory)}",
             f"tokens: {tokens:,} positions in {steps:,} steps{'' if cfg.steps else ' (assumed)'} of"
             f" {rows} x {cfg.data.seq_len} on each of {ranks} GPUs",
             f"hidden states: {len(stored)} taps x {heads.hidden_size:,} as"
@@ -127,26 +135,8 @@ def _sized(wanted: HeadsConfig, output: OutputLayer) -> HeadsConfig:
     return replace(wanted, num_kept=1 << (output.weight.shape[0] // 4).bit_length() - 1)
 
 
-def _numbers(heads: Heads) -> int:
-    return count_parameters(cast(nn.Module, heads))
-
-
-def _memory(
-    cfg: TrainConfig, base: nn.Module, heads: Heads, output: OutputLayer, ranks: int, memory: float
-) -> str:
-    """Return the line that says what a GPU needs with each value of ``deepspeed``."""
-    chunk = min(
-        cfg.data.rows * cfg.data.seq_len, cfg.loss.chunk_size or rows_at_once(output.weight)
-    )
-    load = Load(
-        trained={4: _numbers(heads)},
-        frozen=count_parameters(base),
-        frozen_bytes=tensor_bytes(base.parameters()),
-        logits=4.0 * heads.num_outputs * chunk,
-        optimizer="adamw",
-        accumulation=cfg.optim.accumulation,
-        outer=output.weight.numel(),
-    )
+def _memory(load: Load, ranks: int, memory: float) -> str:
+    """Return what a GPU needs with each value of ``deepspeed``."""
     told = []
     for name, spread in SPREADS.items():
         found = need(load, spread, ranks)
@@ -154,7 +144,4 @@ def _memory(
         told.append(
             f"{name} {readable(found.training)}, while loading {readable(found.peak)}{much}"
         )
-    return (
-        f"memory of each of {ranks} GPUs of {memory / 1e9:.0f} GB with AdamW, activations left out:"
-        f" {'; '.join(told)}"
-    )
+    return "; ".join(told)

@@ -16,6 +16,7 @@ from specheads.drafters.heads import HeadsDrafter, embedding, static_drafter
 from specheads.models import heads as heads_module
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
+from tests.toys import full_logits
 
 KINDS: dict[str, dict[str, Any]] = {
     "markov": {"markov_rank": 5},
@@ -69,7 +70,7 @@ def one_by_one(
     def logits(path: tuple[int, ...]) -> Tensor:
         tokens = torch.tensor([root, *path, *[0] * (2 - len(path))])  # those behind it are not read
         every = heads.logits(hidden, output, tokens, base.get_input_embeddings())
-        return heads.full_logits(every[len(path)])
+        return full_logits(heads, every[len(path)])
 
     return logits
 
@@ -175,7 +176,7 @@ def test_parallel_heads_of_every_form_draft(tiny_llama: LlamaForCausalLM) -> Non
         drafter = static_drafter(tiny_llama, heads, output, TREES[2])
         with torch.no_grad():
             candidates = drafter.propose(drafter.start(read))
-            logits = heads.full_logits(heads.logits(read.last_hidden(FINAL), output))
+            logits = full_logits(heads, heads.logits(read.last_hidden(FINAL), output))
         ranked = logits.argsort(-1, descending=True)  # [K, B, V]
         for node, choice in enumerate(TREES[2].choices, start=1):
             expected = ranked[len(choice) - 1, :, choice[-1]]

@@ -39,8 +39,9 @@ def test_the_doctor_says_tree(program: Program) -> None:
 def test_drafted_texts_are_plain_ones(dtype: str) -> None:
     """Heads for a base that says something else than the base alone are another model.
 
-    Where texts differ, it is at a near-tie; in bfloat16 closer than the error that the self-test
-    measures, in float32 hardly ever.
+    Where texts differ, it is at a near-tie: closer than rounding was measured to move two logits
+    along such texts. In bfloat16 that is a few times the root mean square that the self-test
+    measures of one logit, in float32 it hardly ever happens.
     """
     subject = load_subject(HEADS, dtype=dtype)
     assert subject.export is not None
@@ -57,8 +58,8 @@ def test_drafted_texts_are_plain_ones(dtype: str) -> None:
     if dtype == "float32":
         assert row["identical"] >= NUM_QUESTIONS - 1, row["divergences"]
         return
-    error = tree_support(base).error
-    assert [of for of in row["divergences"] if of["margin_dtype"] >= error] == []
+    most = 5 * tree_support(base).error
+    assert [of for of in row["divergences"] if of["margin_dtype"] >= most] == []
 
 
 def test_an_answer_is_the_same_beside_any_others() -> None:
@@ -91,10 +92,14 @@ def test_a_command_of_a_page_runs(words: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_auto_in_five_minutes(program: Program) -> None:
+def test_auto_in_five_minutes(program: Program, tmp_path: Path) -> None:
     """The one command that needs nothing but a name ends with an export that decodes."""
-    done = program("auto", "model=smollm2", "minutes=5")
+    own = "-m", "specheads.auto", "model=smollm2", "minutes=5"
+    # with one thread, which tests have, five minutes are too few
+    done = run(*own, cwd=tmp_path, env={"OMP_NUM_THREADS": None})
     assert done.returncode == 0, done.stdout + done.stderr
-    (export,) = re.findall(r"(\S+/export)\b", done.stdout.splitlines()[-2]) or [""]
-    told = program("generate", f"checkpoint={export}", "prompt=Hello", "max_new_tokens=8")
-    assert told.returncode == 0 and told.stdout.strip(), told.stderr
+    told = done.stdout + done.stderr
+    (export,) = re.findall(r"^specheads: heads: (\S+),", told, re.MULTILINE)
+    given = f"checkpoint={tmp_path / export}", "prompt=Hello", "max_new_tokens=8"
+    done = program("generate", *given)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr

@@ -23,6 +23,7 @@ from specheads.models.checkpoint import KINDS, load_export, origin, save_export
 from specheads.models.output import output_layer, packed_taps
 from tests.models.test_heads_contract import drawn
 from tests.readers.drafters import DFlash, Drafter, Eagle3
+from tests.toys import full_logits
 
 STEPS, AT = 3, 6
 Damage = Callable[[dict[str, Any], dict[str, Tensor]], None]
@@ -100,7 +101,7 @@ def ours(folder: Path, base: Path, ids: list[int]) -> Tensor:
     embed = loaded.base.get_input_embeddings()
     made = heads.contextual(hidden, places, tokens, embed)[:, :, AT]
     ahead = tokens[:, AT + 1 : AT + 1 + STEPS]
-    return heads.full_logits(heads.logits(made, output_layer(loaded.base), ahead, embed))[:, 0]
+    return full_logits(heads, heads.logits(made, output_layer(loaded.base), ahead, embed))[:, 0]
 
 
 @torch.no_grad()

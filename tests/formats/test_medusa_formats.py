@@ -27,6 +27,7 @@ from specheads.models.output import OutputLayer
 from tests.medusa_exports import HEADS, SIZE, VOCAB, made, medusa, save
 from tests.readers import original_medusa
 from tests.readers.vllm_medusa import Medusa, renamed
+from tests.toys import full_logits
 
 HIDDEN = torch.randn(2, 5, SIZE, generator=torch.Generator().manual_seed(1))
 CLOSE = {"rtol": 0, "atol": 1e-6}
@@ -37,7 +38,7 @@ def ours(heads: MedusaHeads, output: OutputLayer | Path, hidden: Tensor = HIDDEN
     """Return what native heads say, over the whole vocabulary."""
     if isinstance(output, Path):
         output = OutputLayer(load_base_model(str(output)).get_output_embeddings())
-    return heads.full_logits(heads.logits(hidden, output))
+    return full_logits(heads, heads.logits(hidden, output))
 
 
 @pytest.fixture(scope="module")

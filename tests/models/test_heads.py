@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import FINAL, OutputLayer, capture_hidden, output_layer
+from tests.toys import full_logits
 
 
 def build(
@@ -229,7 +230,7 @@ def test_every_kind_starts_as_the_base_or_near(kind: str) -> None:
     hidden, tokens = torch.randn(5, 8), torch.randint(0, 20, (5, 3))
     base = output(hidden)
     with torch.no_grad():
-        found = heads.full_logits(heads.logits(hidden, output, tokens, embed))
+        found = full_logits(heads, heads.logits(hidden, output, tokens, embed))
     kept = heads.token_map if heads.token_map is not None else torch.arange(20)
     assert torch.isinf(found).sum() == 3 * 5 * (20 - len(kept))
     if heads.lm_head == "low_rank":

@@ -28,6 +28,7 @@ from tests.medusa_exports import HEADS, SIZE, VOCAB, made, medusa, save
 from tests.readers import original_medusa
 from tests.readers.original_medusa import Block
 from tests.readers.vllm_medusa import Medusa
+from tests.toys import full_logits
 
 HIDDEN = torch.randn(2, 5, SIZE, generator=torch.Generator().manual_seed(1))
 CLOSE = {"rtol": 0, "atol": 1e-6}
@@ -64,7 +65,7 @@ def said(folder: Path) -> Tensor:
     export = load_export(folder)
     assert isinstance(export.heads, MedusaHeads)
     output = OutputLayer(export.base.get_output_embeddings())
-    return export.heads.full_logits(export.heads.logits(HIDDEN, output))
+    return full_logits(export.heads, export.heads.logits(HIDDEN, output))
 
 
 FORMS = [
