@@ -1,11 +1,11 @@
 """Every kind of drafter on equal terms: the same base, texts, stored hidden states and minutes.
 
 Each kind is trained for as many minutes, by the pace of a few steps on this machine, with the best
-of three learning rates, which runs of a few minutes choose; the best kinds with three seeds. All
-heads read one store of hidden states, made once. Chains and trees grown in each step are decoded
-and counted on half of the questions; on them each kind's shape is chosen, the one with the most
-tokens per second. The other half, which no setting was looked at on, is what the clock and the
-table's accept lengths are of.
+of three learning rates, which runs of a few minutes choose; the best kinds with three seeds. Kinds
+that read the same hidden states share one store of them, made once. Chains and trees grown in each
+step are decoded and counted on half of the questions; on them each kind's shape is chosen, the one
+with the most tokens per second. The other half, which no setting was looked at on, is what the
+clock and the table's accept lengths are of.
 
 What is finished lies in a file of its own (``--out``, a cell for each kind and seed) and is not
 made again, so that the script can be stopped and started:
@@ -30,8 +30,13 @@ from omegaconf import OmegaConf
 
 from specheads.attention.tree import Tree
 from specheads.config import DecodeConfig
-from specheads.decoding.choose import choose_drafter
-from specheads.decoding.exported import Subject, exported_drafter, load_subject, num_parameters
+from specheads.decoding.exported import (
+    Subject,
+    choose_drafter,
+    exported_drafter,
+    load_subject,
+    num_parameters,
+)
 from specheads.measure.bench import Contest
 from specheads.measure.clock import Method, Prompt, prompts_of
 from specheads.models.base import load_config
@@ -80,7 +85,6 @@ class Base:
     Attributes:
         minutes: of each training, and of each that chooses a learning rate.
         data: the texts.
-        taps: every layer whose states any kind reads, for the one store.
         kept: tokens that heads guess among; 0: all.
         rates: learning rates that are tried, with Muon and with AdamW.
         questions: that are decoded.
@@ -89,7 +93,6 @@ class Base:
 
     minutes: tuple[float, float]
     data: tuple[str, ...]
-    taps: tuple[int, ...]
     kept: int
     rates: tuple[tuple[str, ...], tuple[str, ...]]
     questions: Path
@@ -104,13 +107,13 @@ class Kind:
         name: of its row.
         words: the recipe, and what makes it this kind.
         muon: trained with Muon; else as its recipe says.
-        taps: what of a base's taps it reads, from the ones in the store.
+        store: of the hidden states that it reads.
     """
 
     name: str
     words: tuple[str, ...]
+    store: str = "final"
     muon: bool = True
-    taps: tuple[int, ...] = ()
 
 
 def bases(runs: Path) -> dict[str, Base]:
@@ -121,7 +124,6 @@ def bases(runs: Path) -> dict[str, Base]:
         "smollm2": Base(
             (10, 2),
             ("model=smollm2", "data=jsonl", f"data.path={answers}"),
-            (1, 2, 7, 14, 15, 20, 26, 27),
             8192,
             (("1e-3", "2e-3", "4e-3"), ("3e-4", "1e-3", "3e-3")),
             data / "real" / "questions.jsonl",
@@ -130,7 +132,6 @@ def bases(runs: Path) -> dict[str, Base]:
         "tinycode": Base(
             (3, 0.5),
             harness.CORPUS,
-            (0, 1, 2, 3),
             0,
             (("3e-3", "6e-3", "1.2e-2"), ("1e-3", "3e-3", "6e-3")),
             data / "tinycode" / "prompts.jsonl",
@@ -154,10 +155,10 @@ def kinds(base: Base) -> list[Kind]:
             ("+recipe=mtp_finetune", f"mtp.num_heads={DEPTH + 1}", "mtp.variant=sequential"),
             muon=False,
         ),
-        Kind("eagle3", ("+recipe=eagle3", heads, *own)),
-        Kind("dflash", ("+recipe=dflash", heads, *shared)),
-        Kind("dspark", ("+recipe=dspark", heads, *shared)),
-        Kind("block", ("+recipe=block", heads, *shared)),
+        Kind("eagle3", ("+recipe=eagle3", heads, *own), "eagle3"),
+        Kind("dflash", ("+recipe=dflash", heads, *shared), "published"),
+        Kind("dspark", ("+recipe=dspark", heads, *shared), "published"),
+        Kind("block", ("+recipe=block", heads, *shared), "joined"),
         Kind(DRAFT, ("+recipe=distill", *base.draft)),
     ]
 
@@ -167,8 +168,7 @@ def words_of(kind: Kind, base: Base, runs: Path) -> list[str]:
     given = [*kind.words, *base.data, *(HEADS if kind.muon else HEADS[3:])]
     if kind.name == DRAFT:
         return [word for word in given if not word.startswith("tree.")]
-    store = [f"features.dir={runs / 'features'}", f"features.taps={list(base.taps)}"]
-    return [*given, *(word.replace(" ", "") for word in store), "autocast=bfloat16"]
+    return [*given, f"features.dir={runs / 'features' / kind.store}", "autocast=bfloat16"]
 
 
 def seconds_per_step(run: Path) -> float:

@@ -28,8 +28,10 @@ from tests.end_to_end.commands import start
 from tests.script_modules import load_script
 
 adaptive: Any = load_script("bench_adaptive")
+anchors: Any = load_script("bench_anchors")
 block: Any = load_script("bench_block")
 distill: Any = load_script("bench_distill")
+equal: Any = load_script("bench_equal")
 medusa: Any = load_script("bench_medusa")
 mtp: Any = load_script("bench_mtp")
 typical: Any = load_script("bench_typical")
@@ -50,6 +52,44 @@ def test_all_heads_get_the_same(tmp_path: Path) -> None:
     assert kinds["hydra"].heads.condition and kinds["markov"].heads.correction == "markov"
     assert kinds["self_distilled"].loss.base == "distill"
     assert kinds["regenerated"].data.path == str(tmp_path / "own.jsonl")
+
+
+@pytest.mark.parametrize("base", ["smollm2", "tinycode"])
+def test_all_kinds_of_drafters_get_the_same(base: str, tmp_path: Path) -> None:
+    """A kind with more text, more rows or more learning rates to choose from wins for that."""
+    about = equal.bases(tmp_path)[base]
+    assert len(set(map(len, about.rates))) == 1
+    found = {}
+    for kind in equal.kinds(about):
+        rate = about.rates[0 if kind.muon else 1][0]
+        words = equal.words_of(kind, about, tmp_path)
+        cfg = composed("train", [*words, f"optim.lr={rate}", *equal.harness.training_length(9, 1)])
+        assert (cfg.data.rows, cfg.data.seq_len, cfg.optim.accumulation) == (8, 512, 1)
+        assert (cfg.model.name, cfg.steps, cfg.optim.lr) == (base, 9, float(rate))
+        assert (cfg.optim.name == "muon") or kind.name == "mtp"
+        found[kind.name] = cfg
+    assert len({(c.data.source, c.data.path, c.data.max_records) for c in found.values()}) == 1
+    heads = {name: c for name, c in found.items() if name not in ("mtp", equal.DRAFT)}
+    assert {c.heads.num_heads for c in heads.values()} == {equal.DEPTH}
+    assert {c.heads.num_kept for c in heads.values()} <= {about.kept, 0} or not about.kept
+    # a store that is written for other layers than a kind reads is refused in its first minute
+    taps = {name: tuple(sorted(c.heads.options)) for name, c in heads.items()}
+    stores = {kind.name: kind.store for kind in equal.kinds(about)}
+    assert all(taps[a] == taps[b] for a in taps for b in taps if stores[a] == stores[b])
+
+
+def test_the_cost_of_an_anchor_is_measured(tmp_path: Path) -> None:
+    """A script that ran on no machine fails on the one that is lent for half an hour."""
+    out = tmp_path / "anchors.json"
+    sizes = ["--rows=1", "--seq-len=32", "--steps=1", "--num-heads=2", "--threads=1"]
+    given = [*sizes, "--bases", "tinycode", "--anchors", "4", "8", f"--out={out}"]
+    anchors.main(given)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["arm"] for row in rows] == ["hydra_plus"] + [
+        f"{kind} {count}" for kind in ("block", "dspark") for count in (4, 8)
+    ]
+    assert [row["places_per_step"] for row in rows] == [32, 4, 8, 4, 8]
+    assert all(row["peak_bytes"] > row["mask_bytes"] for row in rows)
 
 
 def test_rows_of_block_heads_differ_in_one_thing(tmp_path: Path) -> None:
