@@ -16,7 +16,8 @@ one on a CPU takes up to five times as long for a query per row.
 
 :func:`ordered_attention` gives a token the same bits whatever else is in its pass. The kernels do
 not: a node's key lies in another slot than plain decoding would give it, so that sums over keys are
-formed in another order, and bfloat16 keeps too few bits to hide it.
+formed in another order, and bfloat16 keeps too few bits to hide it. :func:`block_attention` does as
+much for rows of plain decoding in batches, at a lower price.
 """
 
 from __future__ import annotations
@@ -199,6 +200,7 @@ _ALIGNMENT = 8  # elements: GPU kernels copy a mask whose rows start elsewhere
 # of the forward pass at hand: a mask and the same laid out for groups, by the mask's id and groups
 _Folded = dict[tuple[int, int], tuple[Tensor, Tensor]]
 _grouped_active: ContextVar[_Folded | None] = ContextVar("specheads_grouped", default=None)
+_blocks_active: ContextVar[bool] = ContextVar("specheads_blocks", default=False)
 _traced = False  # a plain global: what torch.compile traces cannot ask a ContextVar
 
 
@@ -206,6 +208,11 @@ def grouped_attention() -> contextlib.AbstractContextManager[None]:
     """While open, models with sdpa attention do not expand their cache; open it around one pass."""
     _install_grouped()
     return held(_grouped_active, {})
+
+
+def block_attention() -> contextlib.AbstractContextManager[None]:
+    """While open as well, rows that show ``KEY_BLOCK`` slots, or twice as many, round alike."""
+    return held(_blocks_active, True)
 
 
 @contextlib.contextmanager
@@ -327,14 +334,20 @@ def _install_grouped() -> None:
             output = attend_in_order(query, key, value, attention_mask, scale, *ordered)
             return output, None
         folded = _folded_now()
+        # the kernel takes values as wide as keys; models with others round by shape
+        in_blocks = (
+            _blocks_active.get() and attention_mask is not None and key.shape[3] == value.shape[3]
+        )
         if (
             folded is None
             or (attention_mask is None and query.shape[2] > 1)  # causal, and not said by a mask
-            or query.shape[1] == key.shape[1]
+            or (query.shape[1] == key.shape[1] and not in_blocks)
             or not _is_plain(args, kwargs)
         ):
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
-        output = attend_folded(query, key, value, attention_mask, scale, folded)
+        output = attend_folded(
+            query, key, value, attention_mask, scale, folded, in_blocks=in_blocks
+        )
         return output.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("sdpa", attend)
@@ -353,6 +366,8 @@ def attend_folded(
     mask: Tensor | None,
     scale: float | None,
     folded: _Folded,
+    *,
+    in_blocks: bool = False,
 ) -> Tensor:
     """Attend with the G query heads of a group one behind the other.
 
@@ -363,6 +378,7 @@ def attend_folded(
         mask: [B or 1, H * G or 1, N, L], bool or additive; None lets every query see every key.
         scale: None is 1 / sqrt(d).
         folded: masks of this pass that were laid out before; most layers share one.
+        in_blocks: see :func:`attend_in_blocks`; there has to be a mask.
 
     Returns:
         [B, H * G, N, e].
@@ -375,8 +391,65 @@ def attend_folded(
         if known not in folded:
             folded[known] = mask, _fold_mask(mask, groups)
         mask = folded[known][1]
-    output = scaled_dot_product_attention(by_group, key, value, mask, scale=scale)
+    if in_blocks:
+        assert mask is not None
+        output = attend_in_blocks(by_group, key, value, mask, scale)
+    else:
+        output = scaled_dot_product_attention(by_group, key, value, mask, scale=scale)
     return output.unflatten(2, (groups, num_tokens)).flatten(1, 2)
+
+
+# Queries of a call, at least: three or fewer, the kernel multiplies by other code than more
+_LEAST_QUERIES = 4
+_MERGED = 2**20  # numbers of an output: of more, merging blocks would go through memory
+
+
+def attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
+) -> Tensor:
+    """Attend on a CPU so that a query's bits depend on what it sees alone.
+
+    They depend neither on other rows and queries nor on how many keys are shown beside those that
+    it sees. The kernel of ``scaled_dot_product_attention`` sums products over all keys of a call in
+    an order that depends on their number; here every call is over ``KEY_BLOCK`` keys, and blocks
+    are weighed by their sums of exponentials, one after the other, where hidden ones count exactly
+    nothing (as flash attention joins its blocks, arXiv:2205.14135, algorithm 1).
+
+    Args:
+        query: [B, H, N, d].
+        key: [B, H, L, d], L a multiple of ``KEY_BLOCK``, each in the slot of its position.
+        value: [B, H, L, d].
+        mask: [B, 1 or H, N, L], additive, with finite numbers; every query sees a key.
+        scale: None is 1 / sqrt(d).
+
+    Returns:
+        [B, H, N, d].
+    """
+    if query.numel() > _MERGED and len(query) > 1:
+        rows = max(1, _MERGED // query[0].numel())
+        each = zip(*(given.split(rows) for given in (query, key, value, mask)), strict=True)
+        return torch.cat([attend_in_blocks(*given, scale) for given in each])
+    num_queries = query.shape[2]
+    if (missing := _LEAST_QUERIES - num_queries) > 0:
+        query, mask = pad(query, (0, 0, 0, missing)), pad(mask, (0, 0, 0, missing))
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    parts = [
+        attend(query, keys, values, attn_mask=hidden, scale=scale)
+        for keys, values, hidden in zip(
+            key.split(KEY_BLOCK, 2),
+            value.split(KEY_BLOCK, 2),
+            mask.split(KEY_BLOCK, 3),
+            strict=True,
+        )
+    ]
+    if len(parts) == 1:
+        return parts[0][0][:, :, :num_queries]
+    sums = torch.stack([each for _, each in parts])  # [blocks, B, H, N] logarithms
+    weights = sums.sub_(sums.amax(0)).exp_()[..., None]
+    total, output = weights[0], parts[0][0] * weights[0]
+    for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
+        total, output = total + weight, output.addcmul_(part, weight)
+    return output.div_(total).to(query.dtype)[:, :, :num_queries]
 
 
 def _fold_mask(mask: Tensor, groups: int) -> Tensor:

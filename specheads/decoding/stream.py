@@ -6,8 +6,8 @@ the tokens that it would get alone, as in any batch. :func:`continue_prompts` do
 that is being trained.
 
 In 16 bits that holds where ``rounds_by_shape`` of specheads/models/forward.py says so: on CPUs a
-row's bits depend on how many keys the pass shows, on a prompt's odd token and on being alone, and
-all three are evened out. Elsewhere a near-tie may fall otherwise beside other rows.
+row's bits depend on how many queries and keys attention is over, and on being alone, and both are
+evened out. Elsewhere a near-tie may fall otherwise beside other rows.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from os.path import commonprefix
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.attention.cache import TreeCache
+from specheads.attention.mask import KEY_BLOCK
 from specheads.decoding.choose import make_chooser
 from specheads.decoding.result import DecodedRow, Limits, Output
 from specheads.models.forward import ModelPass, pad_rows, rounds_by_shape, thresholds, undisturbed
 from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
-
-_KEYS = 16  # of a multiple of so many keys none are left over, which kernels sum by themselves
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,8 @@ class PlainStream:
             self._output.add(job.ids, job.limit, job.ends)
         base, known = self._begin([job.ids for job in jobs])
         unread = [job.ids[n:] for n, job in zip(known, jobs, strict=True)]
-        rows = self._emit(base, self._padded(unread), [len(ids) for ids in unread], rows)
+        tokens = pad_rows(unread, base.device)
+        rows = self._emit(base, tokens, [len(ids) for ids in unread], rows)
         if not rows:
             return
         if self._base is None:
@@ -170,13 +169,13 @@ class PlainStream:
         What several prompts begin with, such as a template's system turn, is read once for all
         that follow, and its keys are copied.
         """
-        room, multiple = 0 if self._base else self.batch_size, _KEYS if self._alike else 1
+        room, multiple = 0 if self._base else self.batch_size, KEY_BLOCK if self._alike else 1
         known = [0] * len(prompts)
         if self._shared is None and len(prompts) > 1:
             common = list(commonprefix([ids[:-1] for ids in prompts]))
             if common:
                 first = ModelPass(self.model, TreeCache(multiple=multiple))
-                first.read(self._padded([common]), [len(common)])
+                first.read(torch.tensor([common], device=first.device), [len(common)])
                 self._shared, first.cache.tokens = first.cache, [common]
         if self._shared is None:
             cache = TreeCache(room, multiple)
@@ -187,12 +186,6 @@ class PlainStream:
         base = ModelPass(self.model, cache)
         known, cache.tokens = base.align(prompts), []
         return base, known
-
-    def _padded(self, unread: Sequence[list[int]]) -> Tensor:
-        """Return prompts [B, T]; where rows are to round alike, of an even T."""
-        tokens = pad_rows(unread, self.model.device)
-        # kernels take queries in blocks of even size, and one that is left over by itself
-        return F.pad(tokens, (0, self._alike * tokens.shape[1] % 2))
 
     @torch.inference_mode()
     def step(self) -> None:

@@ -40,6 +40,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from specheads.attention.cache import TreeCache, grown_capacity
 from specheads.attention.mask import (
+    block_attention,
     grouped_attention,
     grouped_attention_traced,
     ordered_attention,
@@ -422,7 +423,8 @@ class ModelPass:
         # rows that end together see each other's padding in no way: it comes after all they have
         ragged = not cache.rows.uniform or cache.rows.multiple > 1
         apart = tree_attention(None, cache) if ragged else contextlib.nullcontext()
-        with grouped_attention(), apart:
+        alike = block_attention() if cache.rows.multiple > 1 else contextlib.nullcontext()
+        with grouped_attention(), apart, alike:
             logits = self.model(
                 input_ids=tokens.to(self.device),
                 position_ids=self._positions(ahead),

@@ -5,21 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from specheads.attention import mask
+from specheads.attention import mask as module
 from specheads.attention.cache import TreeCache
-from specheads.attention.mask import KEY_BLOCK, attend_in_order
+from specheads.attention.mask import KEY_BLOCK, attend_in_blocks, attend_in_order
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import DecodeConfig
 from specheads.decoding.exported import Subject
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode, plain_decode
-from specheads.decoding.stream import Job
+from specheads.decoding.stream import Job, continue_prompts
 from specheads.measure.bench import Contest
 from specheads.measure.clock import Prompt, make_batches
 from specheads.models.forward import MOST_ORDERED, ModelPass, rounds_by_shape
@@ -101,7 +103,7 @@ def calls(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
     hooks = [m.register_forward_pre_hook(rows) for m in model.modules() if type(m) is nn.Linear]
     with monkeypatch.context() as patch:
-        patch.setattr(mask, "attend_in_order", note)
+        patch.setattr(module, "attend_in_order", note)
         yield seen
     for hook in hooks:
         hook.remove()
@@ -157,6 +159,53 @@ def test_an_answer_is_the_same_beside_any_others(model: LlamaForCausalLM) -> Non
     assert steps_and_differing(model, turns) == (9 * 12, 0)
 
 
+@pytest.mark.parametrize("num_queries", [1, 3, 9, 40])
+def test_attention_in_blocks_depends_on_what_a_query_sees_alone(
+    num_queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents near-ties that fall by how long the texts of other rows are."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(num_queries))
+    num_rows, num_keys = 24, 4 * KEY_BLOCK
+    query = draw(num_rows, 3, num_queries, 64).bfloat16() * 3
+    key, value = draw(2, num_rows, 3, num_keys, 64).bfloat16()
+    # ends on both sides of every block's edge, and within a query's own row
+    ends = torch.arange(num_rows)[:, None] * 17 + 1 + torch.arange(num_queries)
+    hidden = torch.arange(num_keys) >= ends[..., None].clamp(max=num_keys - 1)
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(torch.bfloat16).min)
+    mask = mask.bfloat16()[:, None]
+    whole = attend_in_blocks(query, key, value, mask, None)
+    wanted = nn.functional.scaled_dot_product_attention(
+        *(each.double() for each in (query, key, value)), mask.double()
+    )
+    # two roundings of 8 bits: of the weights, and of the sum
+    assert (whole - wanted).abs().max() < 2**-7 * value.abs().max()
+    for row in range(num_rows):
+        own = slice(row, row + 1)
+        shown = -(-int(ends[row].max()) // KEY_BLOCK) * KEY_BLOCK
+        short = (each[own, :, :shown] for each in (key, value))
+        alone = attend_in_blocks(query[own], *short, mask[own, ..., :shown], None)
+        assert torch.equal(alone[0], whole[row])
+    first = attend_in_blocks(query[:, :, :1], key, value, mask[:, :, :1], None)
+    assert torch.equal(first, whole[:, :, :1])
+    # rows that are too many for one call are attended a few at a time
+    monkeypatch.setattr(module, "_MERGED", 5 * query[0].numel())
+    assert torch.equal(attend_in_blocks(query, key, value, mask, None), whole)
+
+
+def test_streams_attend_in_blocks(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a way of attending that is right and that no stream takes, prompts included."""
+    seen: list[int] = []
+
+    def noted(query: Tensor, *rest: Any) -> Tensor:
+        seen.append(query.shape[2])
+        return attend_in_blocks(query, *rest)
+
+    monkeypatch.setattr(module, "attend_in_blocks", noted)
+    continue_prompts(model, [[1, 2, 3], [1, 2, 4, 5, 6]], [3, 3], [0, 0], temperature=0)
+    # four query heads to a group: what both begin with, the rest, and two steps, in both layers
+    assert seen == [8, 8, 12, 12, 4, 4, 4, 4]
+
+
 @torch.inference_mode()
 def test_elsewhere_nothing_changes(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
@@ -187,6 +236,6 @@ def test_ordered_attention_is_attention(heads: int, groups: int, width: int) -> 
     scores = query.double() @ key.double().repeat_interleave(groups, 1).transpose(2, 3) * 0.1
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     expected = weights @ value.double().repeat_interleave(groups, 1)
-    for blocks in (None, mask._key_blocks(tree, cached)):
+    for blocks in (None, module._key_blocks(tree, cached)):
         given = attend_in_order(query, key, value, additive, 0.1, blocks, {})
         torch.testing.assert_close(given.double(), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)

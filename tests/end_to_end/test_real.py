@@ -70,6 +70,12 @@ def test_an_answer_is_the_same_beside_any_others() -> None:
     jobs = [Job(chance.choices(range(5, 9000), k=n), 6, n) for n in (33, 33, 33, 33, 60, 9)]
     turns = ((6, jobs), *((2, [job]) for job in jobs[:4]), (3, jobs[::-1]))
     assert steps_and_differing(base, turns) == (6 * 6, 0)
+    # texts on all sides of the blocks that attention is summed in
+    jobs = [
+        Job(chance.choices(range(5, 9000), k=chance.randrange(15, 240)), 24, n) for n in range(72)
+    ]
+    texts, differing = steps_and_differing(base, ((64, jobs), (16, jobs[::-1])))
+    assert texts > 72 * 20 and differing == 0
 
 
 def test_chat_answers(tmp_path: Path) -> None:
