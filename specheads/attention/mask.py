@@ -427,27 +427,22 @@ def attend_in_blocks(
     """
     if query.numel() > _MERGED and len(query) > 1:
         rows = max(1, _MERGED // query[0].numel())
-        each = zip(*(given.split(rows) for given in (query, key, value, mask)), strict=True)
-        return torch.cat([attend_in_blocks(*given, scale) for given in each])
+        parts = zip(*(given.split(rows) for given in (query, key, value, mask)), strict=True)
+        return torch.cat([attend_in_blocks(q, k, v, seen, scale) for q, k, v, seen in parts])
     num_queries = query.shape[2]
     if (missing := _LEAST_QUERIES - num_queries) > 0:
         query, mask = pad(query, (0, 0, 0, missing)), pad(mask, (0, 0, 0, missing))
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    parts = [
-        attend(query, keys, values, attn_mask=hidden, scale=scale)
-        for keys, values, hidden in zip(
-            key.split(KEY_BLOCK, 2),
-            value.split(KEY_BLOCK, 2),
-            mask.split(KEY_BLOCK, 3),
-            strict=True,
-        )
+    split = (given.split(KEY_BLOCK, dim) for given, dim in ((key, 2), (value, 2), (mask, 3)))
+    blocks = [
+        attend(query, k, v, attn_mask=seen, scale=scale) for k, v, seen in zip(*split, strict=True)
     ]
-    if len(parts) == 1:
-        return parts[0][0][:, :, :num_queries]
-    sums = torch.stack([each for _, each in parts])  # [blocks, B, H, N] logarithms
+    if len(blocks) == 1:
+        return blocks[0][0][:, :, :num_queries]
+    sums = torch.stack([each for _, each in blocks])  # [blocks, B, H, N] logarithms
     weights = sums.sub_(sums.amax(0)).exp_()[..., None]
-    total, output = weights[0], parts[0][0] * weights[0]
-    for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
+    total, output = weights[0], blocks[0][0] * weights[0]
+    for (part, _), weight in zip(blocks[1:], weights[1:], strict=True):
         total, output = total + weight, output.addcmul_(part, weight)
     return output.div_(total).to(query.dtype)[:, :, :num_queries]
 

@@ -423,8 +423,8 @@ class ModelPass:
         # rows that end together see each other's padding in no way: it comes after all they have
         ragged = not cache.rows.uniform or cache.rows.multiple > 1
         apart = tree_attention(None, cache) if ragged else contextlib.nullcontext()
-        alike = block_attention() if cache.rows.multiple > 1 else contextlib.nullcontext()
-        with grouped_attention(), apart, alike:
+        in_blocks = block_attention() if cache.rows.multiple > 1 else contextlib.nullcontext()
+        with grouped_attention(), apart, in_blocks:
             logits = self.model(
                 input_ids=tokens.to(self.device),
                 position_ids=self._positions(ahead),
