@@ -328,16 +328,16 @@ def _install_grouped() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        ordered = None if torch.compiler.is_compiling() else _ordered_active.get()
+        compiling = torch.compiler.is_compiling()
+        ordered = None if compiling else _ordered_active.get()
         scale = kwargs.get("scaling")
         if ordered and attention_mask is not None and _is_plain(args, kwargs):
             output = attend_in_order(query, key, value, attention_mask, scale, *ordered)
             return output, None
         folded = _folded_now()
         # the kernel takes values as wide as keys; models with others round by shape
-        in_blocks = (
-            _blocks_active.get() and attention_mask is not None and key.shape[3] == value.shape[3]
-        )
+        in_blocks = not compiling and _blocks_active.get() and attention_mask is not None
+        in_blocks = in_blocks and key.shape[3] == value.shape[3]
         if (
             folded is None
             or (attention_mask is None and query.shape[2] > 1)  # causal, and not said by a mask
@@ -399,8 +399,9 @@ def attend_folded(
     return output.unflatten(2, (groups, num_tokens)).flatten(1, 2)
 
 
-# Queries of a call, at least: three or fewer, the kernel multiplies by other code than more
-_LEAST_QUERIES = 4
+# Queries of a call are a multiple of: the kernel takes them in parts of 32, 64 or 256, and if three
+# or fewer are left for the last, it multiplies those by other code
+_QUERIES = 4
 _MERGED = 2**20  # numbers of an output: of more, merging blocks would go through memory
 
 
@@ -430,7 +431,7 @@ def attend_in_blocks(
         parts = zip(*(given.split(rows) for given in (query, key, value, mask)), strict=True)
         return torch.cat([attend_in_blocks(q, k, v, seen, scale) for q, k, v, seen in parts])
     num_queries = query.shape[2]
-    if (missing := _LEAST_QUERIES - num_queries) > 0:
+    if missing := -num_queries % _QUERIES:
         query, mask = pad(query, (0, 0, 0, missing)), pad(mask, (0, 0, 0, missing))
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     split = (given.split(KEY_BLOCK, dim) for given, dim in ((key, 2), (value, 2), (mask, 3)))
