@@ -1,11 +1,10 @@
-"""Clock rules of draft length: fixed ones, the draft's entropy, and ``decode.draft_tokens=0``.
+"""Clock rules of draft length: fixed ones, and ``decode.draft_tokens=0``.
 
     python scripts/bench_adaptive.py --draft runs/distill/export
 
-The same prompts are decoded with every rule in turn, greedily in float32. Entropy alone (AdaEDL,
-arXiv:2410.18351) gets the threshold that is fastest on the calibration prompts. Figures are
-speed-ups over plain decoding, by kind of prompt and over their mix; the best fixed length is known
-in hindsight only.
+The same prompts are decoded with every rule in turn, greedily in float32. Figures are speed-ups
+over plain decoding, by kind of prompt and over their mix; the best fixed length is known in
+hindsight only.
 """
 
 import statistics
@@ -20,7 +19,7 @@ from specheads.config import DecodeConfig
 from specheads.decoding.exported import choose_drafter, load_subject
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
-from specheads.drafters.length import EntropyLength, FixedLength
+from specheads.drafters.length import FixedLength
 from specheads.measure.bench import Contest
 from specheads.measure.clock import Prompt, Runs, clock, prompts_of
 from specheads.measure.rows import ratio_ci95
@@ -30,7 +29,6 @@ from specheads.system.files import tinycode_dir
 
 MIX = "mix"
 ADAPTIVE = "adaptive, unmeasured"  # what decode.draft_tokens=0 does
-THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 
 
 @dataclass
@@ -41,7 +39,7 @@ class Settings:
         draft: folder or hub name of the draft model
         kinds: of prompts, the columns
         num_prompts: of all kinds, chosen or not
-        lengths: the fixed ones; the longest is also entropy's limit
+        lengths: the fixed ones
         repeats: clocked rounds
     """
 
@@ -49,7 +47,6 @@ class Settings:
     base: str = "tinycode"
     kinds: tuple[str, ...] = ("body", "next", "rename", "type_hint")
     num_prompts: int = 120
-    num_calibration: int = 60
     lengths: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
     max_new_tokens: int = 128
     repeats: int = 3
@@ -98,21 +95,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         methods = [contest.ours(), *drafted]
         return of_clock(clock(methods, prompts, 0.0, repeats=repeats), prompts)
 
-    calibration = read("calibration.jsonl", given.num_calibration)
     prompts = read("prompts.jsonl", given.num_prompts)
-    if not calibration or not prompts:
+    if not prompts:
         raise SystemExit(f"no prompts of the kinds {', '.join(given.kinds)}")
-    rules = ((each, EntropyLength(longest, each)) for each in THRESHOLDS)
-    by_threshold = {f"{each:g}": DraftModelDrafter(draft, rule) for each, rule in rules}
-    tried = clocked(by_threshold, calibration, 1)
-    best = max(tried, key=lambda each: tried[each]["speedup"][MIX])
     adaptive = DecodeConfig(drafter="draft", draft=given.draft, draft_tokens=0)
     rules = {f"fixed {n}": DraftModelDrafter(draft, FixedLength(n)) for n in given.lengths}
-    rules |= {"entropy": by_threshold[best]}
     rules |= {ADAPTIVE: choose_drafter(subject, adaptive, draft=draft).drafter}
     found = clocked(rules, prompts, given.repeats)
     print(harness.describe(found))
-    harness.write(given.out, harness.report(given, threshold=float(best), clocked=found))
+    harness.write(given.out, harness.report(given, clocked=found))
 
 
 if __name__ == "__main__":

@@ -215,7 +215,6 @@ class DraftCache:
 
 
 SAMPLINGS = ("greedy", "sampled", "coupled")
-Said = tuple[list[float], list[float]]  # of a row's guesses: the draft's probabilities, entropies
 
 
 @dataclass
@@ -301,7 +300,7 @@ class DraftModelDrafter:
         keeps_probs = noise is not None and self.sampling == "sampled"
         tokens_of: list[Tensor] = []
         probs_of: list[Tensor] = []
-        said: list[Said] = [([], []) for _ in limits]
+        said: list[list[float]] = [[] for _ in limits]
         counts, going = [0] * len(limits), [limit > 0 for limit in limits]
         while True:
             if noise is None:
@@ -334,22 +333,21 @@ class DraftModelDrafter:
             return Candidates(tokens, tree)
         return Candidates(tokens, tree, _draft_probs(probs_of, cache.vocab_size), "chain")
 
-    def _ask(self, probs: Tensor, tokens: Tensor, said: Sequence[Said], going: list[bool]) -> None:
+    def _ask(
+        self, probs: Tensor, tokens: Tensor, said: Sequence[list[float]], going: list[bool]
+    ) -> None:
         """Ask for every row that might go on whether it does; ``going`` and ``said`` are changed.
 
         Args:
             probs: [B, V'], the draft's distribution.
             tokens: [B], what was chosen from it.
-            said: per row the probabilities and entropies of this step so far.
+            said: per row the probabilities of the tokens of this step so far.
             going: per row.
         """
-        chosen = probs.gather(1, tokens[:, None])[:, 0]
-        both = torch.stack([chosen, torch.special.entr(probs).sum(-1)]).tolist()
-        for row, (prob, entropy) in enumerate(zip(*both, strict=True)):
+        for row, prob in enumerate(probs.gather(1, tokens[:, None])[:, 0].tolist()):
             if going[row]:
-                said[row][0].append(prob)
-                said[row][1].append(entropy)
-                going[row] = self.length.goes_on(*said[row])
+                said[row].append(prob)
+                going[row] = self.length.goes_on(said[row])
 
     def observe(self, state: DraftState, result: StepResult) -> DraftState:
         """Note what was gained; it is read with the next proposal."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
 
-from specheads.system.errors import at_least, check, positive, within
+from specheads.system.errors import at_least, check
 
 
 class Length(Protocol):
@@ -44,13 +44,12 @@ class Length(Protocol):
     def limit(self, state: Any) -> int:
         """Return how many tokens the row may be proposed next, 0 to ``max_tokens``."""
 
-    def goes_on(self, probs: Sequence[float], entropies: Sequence[float]) -> bool:
+    def goes_on(self, probs: Sequence[float]) -> bool:
         """Say, after a token was drafted for a row, whether another one is to follow it.
 
         Args:
             probs: of each token drafted in this step, the draft's probability for it; the newest
                 one is the last. At temperature 0 those of temperature 1.
-            entropies: of the distributions they were chosen from, in nats.
         """
 
     def observe(self, state: Any, num_proposed: int, num_accepted: int) -> Any:
@@ -91,45 +90,12 @@ class FixedLength:
         """Return the longest draft."""
         return self.max_tokens
 
-    def goes_on(self, probs: Sequence[float], entropies: Sequence[float]) -> bool:
+    def goes_on(self, probs: Sequence[float]) -> bool:
         """Never stop early."""
         return True
 
     def observe(self, state: None, num_proposed: int, num_accepted: int) -> None:
         """Learn nothing."""
-
-
-@dataclass
-class EntropyLength(FixedLength):
-    """Until the draft's own entropy H says that the base will hardly accept: AdaEDL.
-
-    arXiv:2410.18351: 1 - sqrt(scale * H) bounds the probability of acceptance from below; the draft
-    ends where the bound falls below a threshold. The paper moves the threshold with the acceptance
-    it observes; here it is given, and what learns from acceptance is a ``limit``. The token at
-    which the draft ends is still proposed: the pass that gave it has been made.
-
-    Args:
-        max_tokens: longest draft, at least 1.
-        threshold: of the bound, in [0, 1]; 0 never stops early.
-        scale: of the entropy in nats, positive.
-
-    Raises:
-        ConfigError: if one lies outside.
-    """
-
-    threshold: float = 0.3
-    scale: float = 0.2
-
-    asks = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        within(self, threshold="[0, 1]")
-        positive(self, "", "scale")
-
-    def goes_on(self, probs: Sequence[float], entropies: Sequence[float]) -> bool:
-        """Look at the newest entropy."""
-        return 1 - math.sqrt(self.scale * max(entropies[-1], 0.0)) >= self.threshold
 
 
 PRIOR = 0.7  # acceptance to start from where nothing was measured
@@ -280,7 +246,7 @@ class AdaptiveLength:
         length, _ = best_length(state.estimate(self.prior, WEIGHT), self.costs)
         return self.max_tokens if length else 0
 
-    def goes_on(self, probs: Sequence[float], entropies: Sequence[float]) -> bool:
+    def goes_on(self, probs: Sequence[float]) -> bool:
         """Say whether one more token is worth its cost after those with these probabilities."""
         bins = len(self.chances)
         right = math.prod(self.chances[min(int(prob * bins), bins - 1)] for prob in probs)

@@ -134,7 +134,7 @@ def test_a_token_is_drafted_where_it_is_worth_its_cost(
     more_cost = costs.of_chain(num + 1) - costs.of_chain(num)
     speed = best_length([PRIOR] * 6, costs)[1]
     if more_tokens != pytest.approx(speed * more_cost):
-        assert length.goes_on(probs, [0.0] * num) == (more_tokens > speed * more_cost)
+        assert length.goes_on(probs) == (more_tokens > speed * more_cost)
 
 
 def test_wrong_settings_are_refused() -> None:
@@ -166,4 +166,4 @@ def test_an_unmeasured_draft_model_is_taken_at_its_word() -> None:
     """Bins that are shifted by one draft on where the draft model itself has doubts."""
     length = AdaptiveLength(StepCosts(0.3, [0] + [1] * 7), 5)
     bar = best_length(length.prior, length.costs)[1] * 0.3 / PRIOR
-    assert length.goes_on([bar + 0.02], [0.0]) and not length.goes_on([bar - 0.02], [0.0])
+    assert length.goes_on([bar + 0.02]) and not length.goes_on([bar - 0.02])

@@ -12,7 +12,6 @@ from specheads.attention.tree import Tree
 from specheads.drafters.length import (
     CALIBRATED,
     AdaptiveLength,
-    EntropyLength,
     FixedLength,
     Length,
     StepCosts,
@@ -46,7 +45,7 @@ class StoppingChain:
         tokens = torch.full((num_rows, TREE.num_nodes), -1)
         tokens[:, 0] = 0
         probs = torch.zeros(num_rows, TREE.num_nodes, self.model.vocab_size, dtype=torch.float64)
-        said: list[tuple[list[float], list[float]]] = [([], []) for _ in contexts]
+        said: list[list[float]] = [[] for _ in contexts]
         going = [True] * num_rows
         for level in range(depth):
             here = self.model.probs(contexts)
@@ -60,9 +59,8 @@ class StoppingChain:
             for row, goes in enumerate(going):
                 if not goes:
                     continue
-                said[row][0].append(float(here[row, drawn[row]]))
-                said[row][1].append(float(torch.special.entr(here[row]).sum()))
-                going[row] = self.length.goes_on(*said[row])
+                said[row].append(float(here[row, drawn[row]]))
+                going[row] = self.length.goes_on(said[row])
                 if going[row] or not self.takes_back:
                     tokens[row, level + 1] = drawn[row]
             contexts = self.model.after(contexts, drawn)
@@ -72,7 +70,6 @@ class StoppingChain:
 LENGTHS: dict[str, Length] = {
     "fixed": FixedLength(3),
     "confident": AdaptiveLength(StepCosts(0.3, [0, 1, 1, 1, 1]), 3, chances=CALIBRATED),
-    "entropy": EntropyLength(3, threshold=0.55),
 }
 
 
@@ -96,18 +93,16 @@ def error(rule: str, length: Length, *, takes_back: bool = False) -> float:
     return distance(model, verified(model, TREE, draft, RULES[rule]))
 
 
-@pytest.mark.parametrize("name", ["confident", "entropy"])
 @pytest.mark.parametrize("rule", RULES)
-def test_ending_a_chain_early_keeps_the_distribution(rule: str, name: str) -> None:
+def test_ending_a_chain_early_keeps_the_distribution(rule: str) -> None:
     """Prevents the bias of a length that depends on the draws, in particular of whole blocks."""
-    assert error(rule, LENGTHS[name]) < EXACT
+    assert error(rule, LENGTHS["confident"]) < EXACT
 
 
 def test_the_lengths_do_depend_on_the_draws() -> None:
     """Prevents rules that happen never to stop, which would prove nothing."""
     assert lengths_drawn(LENGTHS["fixed"]) == {3}
     assert len(lengths_drawn(LENGTHS["confident"])) > 1
-    assert len(lengths_drawn(LENGTHS["entropy"])) > 1
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -116,21 +111,7 @@ def test_taking_a_drawn_token_back_is_not_exact(rule: str) -> None:
     assert error(rule, LENGTHS["confident"], takes_back=True) > BROKEN
 
 
-def test_a_draft_ends_where_it_gets_unsure() -> None:
-    """Prevents the entropy of a wrong token."""
-    entropy = EntropyLength(8, threshold=0.5, scale=0.25)  # 1 - sqrt(H / 4) = 0.5 at H = 1
-    assert entropy.goes_on([0.1, 0.1], [9.0, 0.99])
-    assert not entropy.goes_on([0.9, 0.9], [0.0, 1.01])
-    assert entropy.goes_on([1.0], [-1e-9])  # rounding's doing
-    assert entropy.asks and entropy.limit(entropy.start()) == entropy.max_tokens == 8
-
-
 def test_numbers_out_of_range_are_refused() -> None:
-    """Prevents a draft of no tokens that nobody asked for, and thresholds in percent."""
-    for make in (FixedLength, EntropyLength):
-        with pytest.raises(ValueError, match=r"tokens must be at least 1, got 0"):
-            make(0)
-    with pytest.raises(ValueError, match=r"threshold must be in \[0, 1\], got 40"):
-        EntropyLength(4, threshold=40)
-    with pytest.raises(ValueError, match="scale must be positive, got 0"):
-        EntropyLength(4, scale=0)
+    """Prevents a draft of no tokens that nobody asked for."""
+    with pytest.raises(ValueError, match=r"tokens must be at least 1, got 0"):
+        FixedLength(0)

@@ -20,7 +20,6 @@ from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import (
     CALIBRATED,
     AdaptiveLength,
-    EntropyLength,
     FixedLength,
     Length,
     StepCosts,
@@ -35,7 +34,6 @@ from tests.zoo import VOCAB, build
 LENGTHS: dict[str, Length] = {
     "fixed": FixedLength(3),
     "confident": AdaptiveLength(StepCosts(0.03, [0] + [1] * 6), 4, chances=CALIBRATED),
-    "entropy": EntropyLength(4, threshold=0.5, scale=0.08),
 }
 
 
@@ -107,7 +105,7 @@ class Compared:
     def _slowly(self, text: list[int], row: int, prefill: Prefill) -> tuple[list[int], Any]:
         model, length, sampler = self.fast.draft, self.fast.length, prefill.sampler
         known = model.get_input_embeddings().weight.shape[0]
-        tokens, chosen, entropies, all_probs = list[int](), list[float](), list[float](), []
+        tokens, chosen, all_probs = list[int](), list[float](), []
         root = torch.tensor([len(text) - 1])
         while len(tokens) < length.max_tokens:
             ids = torch.tensor([[min(token, known - 1) for token in [*text, *tokens]]])
@@ -124,9 +122,8 @@ class Compared:
                 noise = levels[0, -1]
             tokens.append(int((probs.log() + noise).argmax()))
             chosen.append(float(probs[tokens[-1]]))
-            entropies.append(float(torch.special.entr(probs).sum()))
             all_probs.append(probs)
-            if not length.goes_on(chosen, entropies):
+            if not length.goes_on(chosen):
                 break
         return tokens, all_probs
 
@@ -198,7 +195,7 @@ def test_the_draft_model_has_a_dtype_of_its_own(
     """Prevents probabilities of unequal dtypes in one comparison, and a crash over them."""
     other = copy.deepcopy(draft).to(dtype)
     for sampling in ("greedy", "sampled", "coupled"):
-        drafter = DraftModelDrafter(other, EntropyLength(3), sampling=sampling)
+        drafter = DraftModelDrafter(other, LENGTHS["confident"], sampling=sampling)
         for sampler in (Sampler(), Sampler(1.0, seed=3)):
             result = decode(base, drafter, ROWS[0], max_new_tokens=12, sampler=sampler)
             if sampler.temperature == 0 or sampling != "sampled":
@@ -280,7 +277,7 @@ class Told:
         """Return 0 but for every so many steps."""
         return 0 if state % self.every else self.max_tokens
 
-    def goes_on(self, probs: Sequence[float], entropies: Sequence[float]) -> bool:
+    def goes_on(self, probs: Sequence[float]) -> bool:
         """Not be asked."""
         raise AssertionError
 

@@ -388,12 +388,11 @@ def test_the_clock_is_read_per_kind() -> None:
 def test_rules_of_draft_length_are_clocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that nobody runs is broken when the figures are needed."""
     monkeypatch.setattr(exported, "step_costs", lambda _, draft, n: StepCosts(0.1, [1.0] * (n + 2)))
-    monkeypatch.setattr(adaptive, "THRESHOLDS", (0.2, 0.7))
     out = tmp_path / "adaptive.json"
-    few = "--draft tinycode --kinds next --num-prompts 3 --num-calibration 3 --max-new-tokens 5"
+    few = "--draft tinycode --kinds next --num-prompts 3 --max-new-tokens 5"
     adaptive.main([*few.split(), "--lengths", "1", "2", "--repeats", "1", f"--out={out}"])
     found = json.loads(out.read_text())
-    assert list(found["clocked"]) == ["fixed 1", "fixed 2", "entropy", adaptive.ADAPTIVE]
+    assert list(found["clocked"]) == ["fixed 1", "fixed 2", adaptive.ADAPTIVE]
     assert all(each["identical"] == 1 for each in found["clocked"].values())
 
 
