@@ -13,15 +13,11 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from specheads.config import BenchConfig, ConfigError, RunError
 from specheads.config.main import answer, answers_json, hydra_main
 from specheads.system.errors import need
 from specheads.system.files import check_folder
-
-if TYPE_CHECKING:
-    from specheads.measure.bench import Plan
 
 ALWAYS = (0.0, 0.7, 1.0)  # greedy, the headline where greedy text loops, and unmodified sampling
 
@@ -45,11 +41,9 @@ def run(config: BenchConfig) -> None:
     _check_outputs(config)
     temperatures, sizes = {*config.temperatures, *ALWAYS}, {1, *config.batch_sizes}
     plan = bench.Plan(sorted(temperatures), config.repeats, sorted(sizes), config.seed)
-    print(
-        f"specheads: measuring {config.checkpoint} at {_announcement(plan)}",
-        file=sys.stderr,
-        flush=True,
-    )
+    lists = {"temperatures": plan.temperatures, "batch_sizes": plan.batch_sizes}
+    at = ", ".join(f"{key}=[{','.join(f'{x:g}' for x in of)}]" for key, of in lists.items())
+    print(f"specheads: measuring {config.checkpoint} at {at}", file=sys.stderr, flush=True)
     decode, has_heads = config.decode, not is_plain_model(config.checkpoint)
     asked = bench.asked_for(decode, config.drafters, has_heads=has_heads)
     subject = subject_of(config, None)
@@ -113,12 +107,6 @@ def run(config: BenchConfig) -> None:
 
         card.measured(config.checkpoint, result)
         print(f"wrote the figures into {Path(config.checkpoint) / card.CARD}")
-
-
-def _announcement(plan: Plan) -> str:
-    """Return the temperatures and batch sizes, those that every bench measures among them."""
-    lists = {"temperatures": plan.temperatures, "batch_sizes": plan.batch_sizes}
-    return ", ".join(f"{k}=[{','.join(f'{v:g}' for v in of)}]" for k, of in lists.items())
 
 
 def _check_outputs(config: BenchConfig) -> None:

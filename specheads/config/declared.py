@@ -61,7 +61,7 @@ def at_least(bound: float, default: Any) -> Any:
 
 def positive(default: float) -> Any:
     """Declare a number above 0."""
-    return _declared(default, errors.positive)
+    return within("(0, inf)", default)
 
 
 def within(interval: str, default: float) -> Any:

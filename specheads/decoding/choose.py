@@ -207,9 +207,10 @@ def make_chooser(
     """
 
     def replayed(row: int, text: Sequence[int]) -> Tensor:
-        output.count_replay(row, len(text))
-        ids = torch.tensor([list(text)], device=output.device)
-        return replay(model, ids, output.num_prompt(row))
+        num_prompt = output.num_prompt(row)
+        output.rows[row].num_replays += 1
+        output.rows[row].num_replay_passes += 1 + len(text) - num_prompt
+        return replay(model, torch.tensor([list(text)], device=output.device), num_prompt)
 
     settled = replayed if exact and model.dtype in EXACT_DTYPES else None
     return Chooser(sampler or Sampler(), processors, settled, tree_support(model).rounding)

@@ -181,11 +181,6 @@ class Output:
         """Return how many tokens the row's prompt has."""
         return len(self.texts[row]) - len(self.rows[row].new_tokens)
 
-    def count_replay(self, row: int, num_tokens: int) -> None:
-        """Count a plain replay of the row's text up to ``num_tokens`` tokens."""
-        self.rows[row].num_replays += 1
-        self.rows[row].num_replay_passes += 1 + num_tokens - self.num_prompt(row)
-
     def emit(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[int]:
         """Append what one forward pass gave to each of ``rows``, up to the token that ends it.
 

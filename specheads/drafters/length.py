@@ -101,8 +101,6 @@ class FixedLength:
 PRIOR = 0.7  # acceptance to start from where nothing was measured
 WEIGHT = 4.0  # observations that a prior counts as
 MEMORY = 40.0  # steps after which an observation has faded to 1/e
-# chances for a draft model that is taken at its word: a token is right as often as it says
-CALIBRATED = tuple((i + 0.5) / 20 for i in range(20))
 
 
 @dataclass(frozen=True)
@@ -212,8 +210,6 @@ class AdaptiveLength:
     Args:
         costs: of drafting and verifying.
         max_tokens: longest draft.
-        chances: how often tokens were accepted, measured on other texts, by the probability that
-            the draft model gave them: of equal bins of [0, 1].
 
     Raises:
         ConfigError: if a number is out of range, or a cost that is needed was not measured.
@@ -221,16 +217,13 @@ class AdaptiveLength:
 
     asks = True
 
-    def __init__(
-        self, costs: StepCosts, max_tokens: int, *, chances: Sequence[float] = CALIBRATED
-    ) -> None:
-        self.costs, self.max_tokens, self.chances = costs, max_tokens, tuple(chances)
+    def __init__(self, costs: StepCosts, max_tokens: int) -> None:
+        self.costs, self.max_tokens = costs, max_tokens
         self.prior = (PRIOR,) * max_tokens
         at_least(self, max_tokens=1)
         measured = len(costs.verify) - 1
         reach = f"measured up to {max_tokens + 1} nodes for max_tokens {max_tokens}"
         check(measured > max_tokens, "costs.verify", measured, reach)
-        check(all(0 <= rate <= 1 for rate in self.chances), "chances", self.chances, "in [0, 1]")
         # per number of tokens drafted, how likely all must be right for one more to pay
         _, speed = best_length(self.prior, costs)
         chains = [costs.of_chain(n) for n in range(max_tokens + 1)]
@@ -247,10 +240,11 @@ class AdaptiveLength:
         return self.max_tokens if length else 0
 
     def goes_on(self, probs: Sequence[float]) -> bool:
-        """Say whether one more token is worth its cost after those with these probabilities."""
-        bins = len(self.chances)
-        right = math.prod(self.chances[min(int(prob * bins), bins - 1)] for prob in probs)
-        return right > self._bars[len(probs)]
+        """Say whether one more token is worth its cost after those with these probabilities.
+
+        The draft model is taken at its word: a token is right as often as it says.
+        """
+        return math.prod(probs) > self._bars[len(probs)]
 
     def observe(self, state: TextRates, num_proposed: int, num_accepted: int) -> TextRates:
         """Return the state after a step."""

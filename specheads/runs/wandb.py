@@ -242,7 +242,8 @@ class WandbLog:
         shown: dict[str, Any] = {}
         if samples:
             columns = list(samples[0])
-            data = [[_cell(row[key]) for key in columns] for row in samples]
+            cells = [[row[key] for key in columns] for row in samples]
+            data = [[" ".join(map(str, x)) if isinstance(x, list) else x for x in y] for y in cells]
             shown["samples"] = self._wandb.Table(columns=columns, data=data)
         if tree_svg:
             shown["tree"] = self._wandb.Html(tree_svg, inject=False, data_is_not_path=True)
@@ -282,10 +283,6 @@ class WandbLog:
         if self._run is not None and self._offline and self._asked:
             self._say(f"Weights & Biases was offline; to upload: {self.sync_command}")
         self._run = None
-
-
-def _cell(value: Any) -> Any:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
 def _link(source: str, target: str) -> None:

@@ -76,13 +76,6 @@ def at_least(settings: object, section: str = "", **bounds: float) -> None:
             check(each >= bound, section + name, each, f"at least {bound}")
 
 
-def positive(settings: object, section: str, *names: str) -> None:
-    """Raise ConfigError where one of these fields of ``settings`` is not above 0."""
-    for name in names:
-        value = getattr(settings, name)
-        check(value > 0, section + name, value, "positive")
-
-
 def within(settings: object, section: str = "", **intervals: str) -> None:
     """Raise ConfigError where a field of ``settings`` is outside its interval.
 

@@ -115,20 +115,15 @@ def test_a_state_is_a_value() -> None:
     assert state == length.start()
 
 
-@given(
-    st.lists(st.floats(0, 1), min_size=1, max_size=5),
-    st.lists(st.floats(0.05, 1), min_size=4, max_size=4),
-)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=5))
 @settings(max_examples=60)
-def test_a_token_is_drafted_where_it_is_worth_its_cost(
-    probs: list[float], chances: list[float]
-) -> None:
-    """A bar at the wrong token, or a chance read from the wrong bin."""
+def test_a_token_is_drafted_where_it_is_worth_its_cost(probs: list[float]) -> None:
+    """A bar at the wrong token, or one that forgets the tokens before."""
     costs = StepCosts(0.2, [0, 1, 1.1, 1.2, 1.3, 1.5, 2, 3])
-    length = AdaptiveLength(costs, 6, chances=chances)
+    length = AdaptiveLength(costs, 6)
     right = 1.0
     for prob in probs:
-        right *= next(c for c, top in zip(chances, (0.25, 0.5, 0.75, 2), strict=True) if prob < top)
+        right *= prob
     num = len(probs)
     more_tokens = right * PRIOR
     more_cost = costs.of_chain(num + 1) - costs.of_chain(num)
@@ -142,8 +137,6 @@ def test_wrong_settings_are_refused() -> None:
     costs = StepCosts(0.1, [0, 1, 1.1])
     with pytest.raises(ValueError, match="measured up to 3 nodes for max_tokens 2, got 2"):
         AdaptiveLength(costs, 2)
-    with pytest.raises(ValueError, match=r"chances must be in \[0, 1\]"):
-        AdaptiveLength(costs, 1, chances=[1.5])
     with pytest.raises(ValueError, match="max_tokens must be at least 1"):
         AdaptiveLength(costs, 0)
     with pytest.raises(ValueError, match="costs must be finite and at least 0"):
@@ -154,7 +147,7 @@ def test_wrong_settings_are_refused() -> None:
 
 def test_with_confidence_the_limit_only_says_whether_to_draft() -> None:
     """Rates of tokens that were sure enough, read as those of all, cut confident drafts short."""
-    length = AdaptiveLength(StepCosts(0.3, [0] + [1] * 7), 5, chances=[0.5, 0.9])
+    length = AdaptiveLength(StepCosts(0.3, [0] + [1] * 7), 5)
     state = length.start()
     assert 0 < best_length(length.prior, length.costs)[0] < 5 == length.limit(state)
     for _ in range(30):
@@ -163,7 +156,7 @@ def test_with_confidence_the_limit_only_says_whether_to_draft() -> None:
 
 
 def test_an_unmeasured_draft_model_is_taken_at_its_word() -> None:
-    """Bins that are shifted by one draft on where the draft model itself has doubts."""
+    """A bar that is too low drafts on where the draft model itself has doubts."""
     length = AdaptiveLength(StepCosts(0.3, [0] + [1] * 7), 5)
     bar = best_length(length.prior, length.costs)[1] * 0.3 / PRIOR
     assert length.goes_on([bar + 0.02]) and not length.goes_on([bar - 0.02])

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from specheads.attention.tree import Tree
 from specheads.drafters.length import (
-    CALIBRATED,
     AdaptiveLength,
     FixedLength,
     Length,
@@ -69,7 +68,7 @@ class StoppingChain:
 
 LENGTHS: dict[str, Length] = {
     "fixed": FixedLength(3),
-    "confident": AdaptiveLength(StepCosts(0.3, [0, 1, 1, 1, 1]), 3, chances=CALIBRATED),
+    "confident": AdaptiveLength(StepCosts(0.3, [0, 1, 1, 1, 1]), 3),
 }
 
 

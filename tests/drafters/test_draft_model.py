@@ -18,7 +18,6 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import (
-    CALIBRATED,
     AdaptiveLength,
     FixedLength,
     Length,
@@ -33,7 +32,7 @@ from tests.zoo import VOCAB, build
 
 LENGTHS: dict[str, Length] = {
     "fixed": FixedLength(3),
-    "confident": AdaptiveLength(StepCosts(0.03, [0] + [1] * 6), 4, chances=CALIBRATED),
+    "confident": AdaptiveLength(StepCosts(0.03, [0] + [1] * 6), 4),
 }
 
 

@@ -18,7 +18,7 @@ from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.draft_tree import DraftTreeDrafter, SampledTreeDrafter
 from specheads.drafters.growing import Grown
 from specheads.drafters.heads import HeadsDrafter, embedding
-from specheads.drafters.length import CALIBRATED, AdaptiveLength, FixedLength, StepCosts
+from specheads.drafters.length import AdaptiveLength, FixedLength, StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
 from specheads.drafters.merge import HybridDrafter
@@ -35,7 +35,7 @@ MIXED = Tree.from_choices([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 0, 0)])
 WIDE = Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 BY_NODES = [0] + [1 + n / 20 for n in range(24)]
 FREE = StepCosts(0.0, BY_NODES)
-CONFIDENT = AdaptiveLength(StepCosts(0.05, BY_NODES), 4, chances=CALIBRATED)
+CONFIDENT = AdaptiveLength(StepCosts(0.05, BY_NODES), 4)
 LOOPING = 4  # a seed whose model repeats itself
 KINDS: dict[str, dict[str, Any]] = {
     "medusa": {},

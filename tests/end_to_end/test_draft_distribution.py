@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from specheads.decoding.loop import decode
 from specheads.drafters import draft_model
 from specheads.drafters.draft_model import DraftModelDrafter
-from specheads.drafters.length import CALIBRATED, AdaptiveLength, StepCosts
+from specheads.drafters.length import AdaptiveLength, StepCosts
 from specheads.verification.sampling import Sampler
 from tests.end_to_end.test_distribution import (
     BATCH,
@@ -41,7 +41,7 @@ def counts_of(base: LlamaForCausalLM, num_rows: int) -> Tensor:
     counts = torch.zeros(VOCAB**COUNTED, dtype=torch.long)
     place = VOCAB ** torch.arange(COUNTED - 1, -1, -1)
     # ends where the draft gave its tokens together less than a probability of about 0.2
-    length = AdaptiveLength(StepCosts(0.066, [0] + [1] * 5), 3, chances=CALIBRATED)
+    length = AdaptiveLength(StepCosts(0.066, [0] + [1] * 5), 3)
     drafter = DraftModelDrafter(draft, length, sampling="sampled")
     for seed in range(0, num_rows, BATCH):
         result = decode(
