@@ -1,8 +1,9 @@
 """Model cards: ``README.md`` with the hub's YAML, beside everything that is exported.
 
-What was measured stands between two marks. Only that part is replaced when it is measured again:
-whatever is written around it by hand stays. The licence is that of the base model, as its own card
-or config states it, and never guessed.
+Their words stand in card.md.j2; what they say is gathered here. What was measured stands between
+two marks. Only that part is replaced when it is measured again: whatever is written around it by
+hand stays. The licence is that of the base model, as its own card or config states it, and never
+guessed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import Environment, FileSystemLoader
+
 from specheads.config import ConfigError, RunError
 from specheads.formats import serving
-from specheads.formats.serving import Serving
 from specheads.formats.write import FORMATS, commands, upload
 from specheads.models.checkpoint import read_config
 from specheads.models.manifest import read_json, read_provenance
@@ -36,17 +39,15 @@ _KINDS = {
     "eagle3": ("An EAGLE-3 head", "eagle3"),
     "mtp": ("Multi-token-prediction heads", "multi-token-prediction"),
     "draft": ("A draft model", "draft-model"),
+    "base": ("A base model", ""),
 }
 # methods of a bench that say something about the folder
 _METHODS = ("plain", "hf_generate", "prompt_lookup", "tree", "tree_dynamic")
-# what an evaluation says of a temperature, with the ends of the accept length's interval
-_FINAL = (
-    "accept_length", "accept_length_low", "accept_length_high", "speedup", "identical", "compared",
+# keys of a bench's row that a card shows
+_SHOWN = (
+    "temperature", "method", "dtype", "tokens_per_second", "speedup_vs_plain",
+    "speedup_vs_plain_ci95", "speedup_vs_hf_generate", "accept_length", "identical", "compared",
 )  # fmt: skip
-_ROUNDING = (
-    "Where two tokens are nearly equally likely, passes of different sizes may round differently;"
-    " `specheads bench` counts such places."
-)
 
 
 def write(
@@ -84,21 +85,37 @@ def write(
     place = name or folder.resolve().name
     if form == "native" and not is_draft:  # heads are loaded from a folder, not from the hub
         place = place.rpartition("/")[2]
-    use = _use(commands(form, place, info, base=_moved(about)))
-    if name and place != name:
-        use = f"```sh\nhf download {name} --local-dir {place}\n```\n\n{use}"
-    title, text = _opening(form, info)
-    parts = [
-        _front_matter(form, info, licence),
-        f"# {title}",
-        text,
-        f"## What the output is\n\n{_output(info)}",
-        f"## Training\n\n{_training(info.get('training') or {})}",
-        f"## Measured\n\n{BEGIN}\n{figures}\n{END}",
-        f"## Use\n\n{use}",
-        f"## Licence\n\n{_licence_text(_shown_base(info), licence)}",
-    ]
-    _save(folder / CARD, "\n\n".join(parts) + "\n")
+    training, kind = info.get("training") or {}, info.get("kind", "base")
+    data = training.get("data")
+    data = data if isinstance(data, Mapping) else {}
+    text = _rendered(
+        "whole",
+        front=_front_matter(form, info, licence),
+        known=FORMATS[form],
+        kind=kind,
+        what=_KINDS.get(kind, (f"{kind} heads", ""))[0],
+        num_heads=info.get("num_heads"),
+        base=_shown_base(info),
+        tuned=about.get("tuned"),
+        without=_without_heads(form, info),
+        training={"draft": {}, **training},
+        heldout=training.get("heldout") or {},
+        data=data,
+        source=_source(data),
+        measured=f"{BEGIN}\n{figures}\n{END}",
+        place=place,
+        download=name if place != name else "",
+        served=commands(form, place, info, base=_moved(about)),
+        licence=licence,
+    )
+    _save(folder / CARD, text + "\n")
+
+
+def _source(data: Mapping[str, Any]) -> str:
+    """Return where data came from: of a folder of this machine only its own name."""
+    source, path = data.get("source") or "", str(data.get("path") or "")
+    shown = path if source == "hub" else Path(path).name
+    return f"{source} {shown}".strip() if source else ""
 
 
 def finish(
@@ -251,164 +268,38 @@ def _front_matter(form: str, info: Mapping[str, Any], licence: Licence) -> str:
         "tags": ["speculative-decoding", *tags],
     }
     lines = [f"{k}: {json.dumps(v, ensure_ascii=False)}" for k, v in values.items() if v]
-    return "\n".join(["---", *lines, "---"])
+    return "\n".join(lines)
 
 
-def _opening(form: str, info: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the card's title, and what the folder is."""
-    kind, base, known = info.get("kind"), _shown_base(info), FORMATS[form]
-    of = f" of {base}" if base else ""
-    if _without_heads(form, info):
-        tuned = "tuned base" if info["base"].get("tuned") else "base"
-        title = f"{known.title} {base}".strip().replace("base", tuned, 1)
-        return title, known.card.format(base=of, kind=kind)
-    what = "A base model" if kind is None else _KINDS.get(kind, (f"{kind} heads", ""))[0]
-    title = f"{what} for {base}" if base else f"{what}, trained from scratch"
-    if kind is None:
-        return title, "A plain language model, for heads or a draft model to be trained on."
-    if kind == "draft":
-        return title, f"A small model that guesses the next tokens{of}, for speculative decoding."
-    text = (
-        f"{info['num_heads']} heads that guess the next {info['num_heads']} tokens behind the one"
-        f" that the base model{of} gives, for speculative decoding. {known.card}"
-    )
-    return title, text.rstrip()
-
-
-def _output(info: Mapping[str, Any]) -> str:
-    """Return what the decoded text is identical to."""
-    kind, base = info.get("kind"), _shown_base(info)
-    if kind is None:
-        return "Its own: nothing is guessed."
-    if not info["base"].get("tuned"):
-        guesses = "The draft model" if kind == "draft" else "Guessing"
-        return (
-            f"{guesses} changes how fast text appears, not the text: greedy decoding with specheads"
-            f" gives the tokens of {base or 'the base model'} itself, and sampling those of its"
-            f" plain decoding with the same seed. {_ROUNDING} `decode.acceptance=lossy_...` gives"
-            " this up, and says so."
-        )
-    if not base:
-        return (
-            "The text of the base model in this folder, which was trained from scratch together"
-            f" with the heads: there is no original to compare it with. {_ROUNDING}"
-        )
-    text = (
-        f"The text of the **tuned** base model, which was trained together with the heads and is"
-        f" **not** {base} any more. Guessing adds no further change. {_ROUNDING}"
-    )
-    found = info.get("training", {}).get("heldout") or {}
-    if {"loss", "original_loss"} <= found.keys():
-        kl = f"; KL(original || tuned) {found['kl']:.4f}" if "kl" in found else ""
-        text += (
-            f"\n\nHeld-out loss in nats per token: {found['loss']:.4f} tuned,"
-            f" {found['original_loss']:.4f} original{kl}."
-        )
-    return text
-
-
-def _table(header: str, rows: Iterable[str], rule: str = "") -> str:
-    """Return a Markdown table; its cells are put to the right unless ``rule`` says otherwise."""
-    return "\n".join([header, rule or re.sub(r"[^|]+", " ---: ", header), *rows])
-
-
-def _training(about: Mapping[str, Any]) -> str:
-    """Return recipe, data and held-out accuracy, as far as the export knows them."""
-    rows = [("recipe", about.get("recipe")), ("steps", about.get("steps"))]
-    data = about.get("data") or {}
-    if isinstance(data, Mapping):
-        path = data.get("path") or ""
-        if source := data.get("source"):
-            shown = path if source == "hub" else Path(str(path)).name
-            rows.append(("data", f"{source} {shown}".strip()))
-        for part, name, more in (("train", "trained on", " learned"), ("heldout", "held out", "")):
-            counts = data.get(part) or {}
-            if counts.get("learned"):
-                documents = f"{counts.get('documents', 0):,} documents"
-                rows.append((name, f"{documents}, {counts['learned']:,} tokens{more}"))
-    draft = about.get("draft") or {}
-    compressed = "made smaller after training" if about.get("compressed") else None
-    rows += [
-        ("loss", draft.get("loss")),
-        ("start", draft.get("start")),
-        ("output matrices", compressed),
-        ("made of", about.get("from")),
-    ]
-    known = [f"| {name} | {value} |" for name, value in rows if value not in (None, "")]
-    if not known:
-        return "Nothing is recorded about its training."
-    table = _table("| | |", known, "| --- | --- |")
-    accuracy = _accuracy(about.get("heldout") or {})
-    return f"{table}\n\n{accuracy}" if accuracy else table
-
-
-def _accuracy(found: Mapping[str, float]) -> str:
-    """Return the table of held-out accuracy per head; head i guesses i + 2 tokens ahead."""
-
-    def shown(key: str, form: str) -> str:
-        return format(found[key], form) if found.get(key) is not None else "-"
-
-    rows = [
-        f"| {i} | {i + 2} | {shown(f'head_{i}/top1', '.1%')} | {shown(f'head_{i}/top5', '.1%')} |"
-        f" {shown(f'head_{i}/loss', '.3f')} |"
-        for i in range(len(found))
-        if f"head_{i}/top1" in found
-    ]
-    if rows:
-        table = _table("| head | tokens ahead | top 1 | top 5 | loss |", rows)
-        return f"Held-out accuracy:\n\n{table}"
-    if "alpha" in found:
-        top1 = f"; top 1 {found['top1']:.1%}" if "top1" in found else ""
-        return f"Held-out acceptance of drawn guesses (alpha): {found['alpha']:.4f}{top1}."
-    return ""
+def _rendered(part: str, **said: Any) -> str:
+    """Return a part of a card: the whole, what a bench measured, or what training did."""
+    here = FileSystemLoader(Path(__file__).parent)
+    made = Environment(loader=here, trim_blocks=True, lstrip_blocks=True)  # noqa: S701 - no HTML
+    text = made.get_template("card.md.j2").render(part=part, **said)
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
 def _by_training(
     form: str, info: Mapping[str, Any], final: Mapping[str, float], machine: Mapping[str, Any]
 ) -> str:
     """Return what the recipe measured itself: the chosen tree, and its last evaluation."""
-    if _without_heads(form, info):
-        return "Nothing was measured without the heads."
-    parts = []
     tree = info.get("tree") or {}
     on = tree.get("measured_on") or {}
-    if tree.get("expected_accept_length") and on:
-        faster = on.get("speedup")
-        speed = f" and {faster:.2f}x the speed of plain decoding" if faster else ""
-        parts.append(
-            f"Expected of its tree of {len(tree['choices']) + 1} nodes:"
-            f" {tree['expected_accept_length']:.2f} tokens per verify step{speed}, from"
-            f" {on.get('num_prompts')} prompts ({on.get('dtype')}, {on.get('device')},"
-            f" {on.get('threads')} threads)."
-        )
-        grown = on.get("dynamic") or {}
-        if grown.get("speedup", 0) > (faster or 0):
-            parts.append(
-                f"Trees of {grown['num_nodes']} nodes grown at each step, which decoding takes"
-                f" unless told otherwise: {grown['accept_length']:.2f} tokens and"
-                f" {grown['speedup']:.2f}x."
-            )
-        if FORMATS[form].chain and (chain := _chain(tree)):
-            parts.append(
-                f"That is in specheads. A chain of the heads' best guesses, as this format is"
-                f" served, is expected to give {chain:.2f} tokens per step."
-            )
-    rows = []
-    for at in sorted({key.rpartition("/")[2] for key in final if key.startswith("final/")}):
-        length, low, high, speedup, same, of = (final.get(f"final/{key}/{at}") for key in _FINAL)
-        if length is None:
-            continue
-        between = "" if low is None or high is None else f" ({low:.2f} to {high:.2f})"
-        fast = "-" if speedup is None else f"{speedup:.2f}x"
-        equal = "-" if same is None or of is None else f"{same:.0f} of {of:.0f}"
-        rows.append(f"| {at.removeprefix('t')} | {length:.2f}{between} | {fast} | {equal} |")
-    if rows:
-        dtype = info.get("base", {}).get("dtype")
-        where = ", ".join(str(each) for each in (dtype, _machine(machine)) if each)
-        header = "| temperature | accept length (95%) | speed | same text as plain |"
-        table = _table(header, rows)
-        parts.append(f"At the end of training, on held-out prompts ({where}):\n\n{table}")
-    return "\n\n".join(parts) or "Nothing was measured yet: `specheads bench card=true` does it."
+    found: dict[str, dict[str, Any]] = {}  # by temperature
+    for key, value in sorted(final.items()):
+        if key.startswith("final/"):
+            name, _, at = key.removeprefix("final/").rpartition("/")
+            found.setdefault(at.removeprefix("t"), {})[name] = value
+    return _rendered(
+        "training",
+        known=FORMATS[form],
+        without=_without_heads(form, info),
+        tree=tree,
+        on={"dynamic": {}, **on},
+        chain=_chain(tree) if on else 0.0,
+        final=[{"at": at, **each} for at, each in sorted(found.items()) if "accept_length" in each],
+        machine=", ".join(filter(None, (info.get("base", {}).get("dtype"), _machine(machine)))),
+    )
 
 
 def _chain(tree: Mapping[str, Any]) -> float:
@@ -428,39 +319,21 @@ def _by_bench(result: Mapping[str, Any], file: Path) -> str:
         ConfigError: if ``result``, which may be read from ``file``, is none.
     """
     try:
-        shown = {*_METHODS, (result.get("headline") or {}).get("method")}
-        rows = [row for row in result["rows"] if row["batch"] == 1 and row["method"] in shown]
-        rows.sort(key=lambda row: row["temperature"])
+        methods = {*_METHODS, (result.get("headline") or {}).get("method")}
+        rows = [row for row in result["rows"] if row["batch"] == 1 and row["method"] in methods]
         about, settings = result["environment"], result["settings"]
-        dtypes = ", ".join(sorted({str(row["dtype"]) for row in rows}))
-        header = (
-            "| temperature | method | tokens/s | speed (95%) | x generate | accept length |"
-            " same text as plain |"
+        return _rendered(
+            "bench",
+            rows=[
+                {key: row[key] for key in _SHOWN} for row in sorted(rows, key=itemgetter(_SHOWN[0]))
+            ],
+            num_prompts=settings["num_prompts"],
+            max_new_tokens=settings["max_new_tokens"],
+            machine=_machine(about),
+            about=about,
         )
-        rule = "| ---: | --- | ---: | ---: | ---: | ---: | ---: |"
-        table = _table(header, map(_bench_row, rows), rule)
-        text = (
-            f"`specheads bench`, {settings['num_prompts']} prompts of up to"
-            f" {settings['max_new_tokens']} new tokens, batch 1, {dtypes}, {_machine(about)}."
-            f"\n\n{table}"
-        )
-        if about.get("contended"):
-            drift, share = about.get("baseline_drift"), about.get("largest_other_share")
-            others = f", others took up to {share:.0%} of the processors" if share else ""
-            text += f"\n\nThe machine was busy (plain decoding itself varied {drift:.2f}x{others})."
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{file} is no result of specheads.bench: {error!r:.100}") from None
-    return text
-
-
-def _bench_row(row: Mapping[str, Any]) -> str:
-    low, high = row["speedup_vs_plain_ci95"]
-    same = "-" if row["identical"] is None else f"{row['identical']} of {row['compared']}"
-    return (
-        f"| {row['temperature']:g} | {row['method']} | {row['tokens_per_second']:.1f} |"
-        f" {row['speedup_vs_plain']:.2f}x ({low:.2f} to {high:.2f}) |"
-        f" {row['speedup_vs_hf_generate']:.2f} | {row['accept_length']:.2f} | {same} |"
-    )
 
 
 def _machine(about: Mapping[str, Any]) -> str:
@@ -471,25 +344,6 @@ def _machine(about: Mapping[str, Any]) -> str:
         threads = f"{about['threads']} threads" if about.get("threads") else None
         found = [about.get("processor") or "cpu", threads, about.get("date")]
     return ", ".join(str(each) for each in found if each) or "machine unknown"
-
-
-def _use(found: Sequence[Serving]) -> str:
-    """Return the commands of the engines, and why others have none."""
-    parts = [
-        "Composed from the engines' files and documents in the versions named, and run where it"
-        " says tried."
-    ]
-    without = []
-    for each in found:
-        if each.command:
-            note = f"\n\n{each.note[0].upper()}{each.note[1:]}." if each.note else ""
-            block = f"```{each.language}\n{each.command}\n```"
-            parts.append(f"**{each.engine}** ({each.checked})\n\n{block}{note}")
-        else:
-            without.append(f"- {each.engine} ({each.checked}): {each.note}.")
-    if without:
-        parts.append("\n".join(["Not served by:", "", *without]))
-    return "\n\n".join(parts)
 
 
 UNKNOWN = "unknown"  # which the hub knows as a licence of its own
@@ -563,19 +417,3 @@ def _of_file(file: Path) -> Licence | None:
         return None
     name, link = stated("license_name", _IDENTIFIER), stated("license_link", _LINK)
     return Licence(identifier.lower(), name, link, f"its {file.name}")
-
-
-def _licence_text(base: str, licence: Licence) -> str:
-    if not base:
-        return (
-            "Not set: the model was trained from scratch. Whoever publishes it says under which"
-            " licence, here and in `license` above."
-        )
-    if licence.identifier == UNKNOWN:
-        return (
-            f"Unknown: neither a card nor the config of {base} names a licence. What is derived"
-            " from a model is bound by its licence: look it up before passing this on."
-        )
-    named = licence.name or licence.identifier
-    link = f" ({licence.link})" if licence.link else ""
-    return f"{named}{link}: that of the base model {base}, read in {licence.source}."
