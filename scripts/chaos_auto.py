@@ -118,10 +118,19 @@ class Auto:
         """Return the digests of its files."""
         paths = {path for pattern in patterns for path in self.folder.glob(pattern)}
         return {
-            str(path.relative_to(self.folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+            str(path.relative_to(self.folder)): hashlib.sha256(in_order(path)).hexdigest()
             for path in sorted(paths)
             if path.is_file()
         }
+
+
+def in_order(path: Path) -> bytes:
+    """Return what a file holds; safetensors writes the keys of its metadata in any order."""
+    content = path.read_bytes()
+    if path.suffix != ".safetensors":
+        return content
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.dumps(json.loads(content[8:end]), sort_keys=True).encode() + content[end:]
 
 
 def left_alone(given: Settings) -> Auto:
