@@ -118,6 +118,41 @@ class BlockLayer(TappedLayer):
         return self.run(x, self.input_layernorm(x), waves, attend)
 
 
+class BlockStep:
+    """A layer as decoding runs it: one product for queries, keys and values, one for the MLP's two.
+
+    Made of the weights as they are now, in which those of the norms are multiplied. For the few
+    rows of a block starting an operation costs as much as its work.
+    """
+
+    def __init__(self, layer: BlockLayer) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        weights = [cast(Tensor, attention[f"{name}_proj"].weight) for name in "qkv"]
+        self.read = product(torch.cat(weights) * layer.input_layernorm.weight)
+        self.width, self.epsilon = layer.width, layer.input_layernorm.eps
+        self.num_heads = [len(weight) // layer.width for weight in weights]  # G * H, H, H
+        turned = zip("qk", self.num_heads, strict=False)
+        norms = [cast(Tensor, attention[f"{n}_norm"].weight).expand(size, -1) for n, size in turned]
+        self.norms = torch.cat(norms)[None, :, None]  # [1, G * H + H, 1, h]
+        inner = [cast(Tensor, mlp[f"{name}_proj"].weight) for name in ("gate", "up")]
+        self.inner = product(torch.cat(inner) * layer.post_attention_layernorm.weight)
+        self.out, self.down = attention["o_proj"], mlp["down_proj"]
+
+    def __call__(self, x: Tensor, waves: Tensor, join: Join, mask: Tensor | None) -> Tensor:
+        """Return what :meth:`BlockLayer.forward` does, for the same arguments."""
+        made = self.read(self._normed(x)).unflatten(-1, (-1, self.width)).transpose(1, 2)
+        queries, keys, _ = self.num_heads
+        turned = rotated(self._normed(made[:, : queries + keys]) * self.norms, waves[:, :, None])
+        joined = join(turned[:, queries:], made[:, queries + keys :])
+        read = attended(turned[:, :queries], *joined, mask)
+        x = x + self.out(read.transpose(1, 2).flatten(2))
+        gate, up = self.inner(self._normed(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=self.epsilon)
+
+
 class BlockHeads(TappedHeads):
     """K heads of one block; their contract is :class:`specheads.models.kinds.Heads`.
 
@@ -341,13 +376,15 @@ class BlockHeads(TappedHeads):
     @torch.no_grad()
     def memory(self, num_rows: int, embed: Embed | None = None) -> BlockCache:
         """Return the cache of rows of which nothing was read yet."""
-        attention = [cast(BlockLayer, layer).self_attn for layer in self.layers]
+        layers = [cast(BlockLayer, layer) for layer in self.layers]
         parts = [
-            cast(Tensor, each[name].weight) for name in ("k_proj", "v_proj") for each in attention
+            cast(Tensor, layer.self_attn[name].weight)
+            for name in ("k_proj", "v_proj")
+            for layer in layers
         ]
         slots = Slots(self.num_inner, self._table)
-        made = product(torch.cat(parts))
-        return BlockCache(slots, (0,) * num_rows, self, self.required(embed), made)
+        made, steps = product(torch.cat(parts)), tuple(map(BlockStep, layers))
+        return BlockCache(slots, (0,) * num_rows, self, self.required(embed), made, steps)
 
 
 @dataclass(frozen=True)
@@ -358,11 +395,13 @@ class BlockCache(RowCache):
         heads: whose.
         embed: the base's input embedding.
         product: makes keys of all layers, then values, [..., 2 * L * H * h], of states [..., d].
+        steps: the layers, as a step runs them.
     """
 
     heads: BlockHeads
     embed: Embed
     product: Callable[[Tensor], Tensor]
+    steps: tuple[BlockStep, ...]
 
     @torch.no_grad()
     def append(
@@ -407,8 +446,8 @@ class BlockCache(RowCache):
             if heads.form.window:
                 visible &= every >= ends - heads.form.window
             mask = visible[:, None, None]
-        for layer, cache in zip(heads.layers, self.slots.layers, strict=True):
-            x = layer(x, waves, cache.update, mask)  # until something is written over them
+        for step, cache in zip(self.steps, self.slots.layers, strict=True):
+            x = step(x, waves, cache.update, mask)  # until something is written over them
         return replace(self, lengths=lengths), heads.finished(x[:, None])[:, :, 0]
 
 

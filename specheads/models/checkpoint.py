@@ -196,7 +196,8 @@ def as_loaded(heads: Heads, base: PreTrainedModel, dtype: torch.dtype | None = N
 
     They take the base's dtype, but small ones are float32 on a CPU, which takes several times as
     long for a product of one row with a small bfloat16 matrix, and they make dozens of them in a
-    step. Which tokens come depends on the base model alone.
+    step; not block heads, which make few, of several rows. Which tokens come depends on the base
+    model alone.
 
     Args:
         heads: changed in place.
@@ -205,7 +206,7 @@ def as_loaded(heads: Heads, base: PreTrainedModel, dtype: torch.dtype | None = N
     """
     place, dtype = output_device(base), dtype or base.dtype
     small = sum(parameter.numel() for parameter in heads.parameters()) <= _SMALL_HEADS
-    if small and place.type == "cpu" and dtype.itemsize < 4:
+    if small and heads.kind != "block" and place.type == "cpu" and dtype.itemsize < 4:
         dtype = torch.float32
     pack_linears(heads.to(device=place, dtype=dtype).eval())
     return heads
