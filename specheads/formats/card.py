@@ -16,15 +16,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader
-
 from specheads.config import ConfigError, RunError
 from specheads.formats import serving
 from specheads.formats.write import FORMATS, commands, upload
 from specheads.models.checkpoint import read_config
 from specheads.models.manifest import read_json, read_provenance
 from specheads.models.names import OURS
-from specheads.system.files import write_whole
+from specheads.system.files import filled, write_whole
 from specheads.system.hub import fetched, keep_to_the_cache_if_unreachable
 
 CARD = "README.md"
@@ -273,9 +271,7 @@ def _front_matter(form: str, info: Mapping[str, Any], licence: Licence) -> str:
 
 def _rendered(part: str, **said: Any) -> str:
     """Return a part of a card: the whole, what a bench measured, or what training did."""
-    here = FileSystemLoader(Path(__file__).parent)
-    made = Environment(loader=here, trim_blocks=True, lstrip_blocks=True)  # noqa: S701 - no HTML
-    text = made.get_template("card.md.j2").render(part=part, **said)
+    text = filled(Path(__file__).with_name("card.md.j2"), part=part, **said)
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from html import escape
+from pathlib import Path
 from typing import Any
 
 from specheads.attention.tree import Choice, Tree
 from specheads.measure.rows import in_order
+from specheads.system.files import filled
 
 _BAR = 40  # characters of a certain node
 _WIDE = 150.0  # pixels of a certain node
@@ -63,22 +64,6 @@ def tree_text(tree: Tree, acceptance: Sequence[float]) -> str:
     return "\n".join(lines)
 
 
-_SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" \
-viewBox="0 0 {width:.0f} {height:.0f}">
-<style>text {{ font: 12px system-ui, sans-serif; fill: #1f2933 }} \
-.title {{ font-size: 15px; font-weight: 600 }} .quiet {{ fill: #66727f }} \
-.rank {{ font-weight: 600 }} .label {{ paint-order: stroke; stroke: #fff; \
-stroke-width: 3px; stroke-opacity: .6; stroke-linejoin: round }} \
-.edge {{ fill: #2f7ebc; fill-opacity: .38 }} .node {{ fill: #17527f }}</style>
-<rect width="100%" height="100%" fill="#fff"/>
-<text class="title" x="{left:.0f}" y="28">{title}</text>
-<text class="quiet" x="{left:.0f}" y="47">Width: probability that the guess is \
-accepted. Bold: its rank among the head's guesses.</text>
-{shapes}
-</svg>
-"""
-
-
 def tree_svg(tree: Tree, acceptance: Sequence[float], *, title: str) -> str:
     """Draw a tree from left to right, every edge as wide as the probability of its node.
 
@@ -90,45 +75,38 @@ def tree_svg(tree: Tree, acceptance: Sequence[float], *, title: str) -> str:
     Raises:
         ValueError: if their numbers differ.
     """
-    shapes = [
-        f'<text class="quiet" x="{_x(depth):.0f}" y="{_TOP - 14:.0f}">'
-        f"{f'head {depth - 1}' if depth else 'root'}</text>"
-        for depth in range(tree.max_depth + 1)
-    ]
-    height = _draw_tree((), 1.0, _TOP, _below(tree, acceptance), shapes)
-    width, height = max(_x(tree.max_depth + 1), 520.0), _TOP + height + _MARGIN
-    title, drawn = escape(title), "\n".join(shapes)
-    return _SVG.format(width=width, height=height, left=_LEFT, title=title, shapes=drawn)
+    nodes: list[Shape] = []
+    height = _place((), 1.0, _TOP, _below(tree, acceptance), nodes)
+    columns = [f"{_x(depth):.0f}" for depth in range(tree.max_depth + 1)]
+    return filled(
+        Path(__file__).with_name("tree.svg.j2"),
+        width=f"{max(_x(tree.max_depth + 1), 520.0):.0f}",
+        height=f"{_TOP + height + _MARGIN:.0f}",
+        title=title,
+        columns=columns,
+        nodes=nodes,
+    )
+
+
+# of a node its left end, top, thickness, rank and probability; of the edges to its children where
+# they start and end from above, and their thickness
+Shape = tuple[float, float, float, int | None, float, list[tuple[float, float, float]]]
 
 
 def _x(depth: int) -> float:
     return _LEFT + _COLUMN * depth
 
 
-def _draw_tree(node: Choice, chance: float, top: float, below: Below, shapes: list[str]) -> float:
-    """Draw a node, and those below it beneath each other; return their height together."""
-    x, right, thick = _x(len(node)), _x(len(node) + 1), _WIDE * chance
-    middle, start, place = (x + right) / 2, top, top
+def _place(node: Choice, chance: float, top: float, below: Below, nodes: list[Shape]) -> float:
+    """Place a node, and those below it beneath each other; return their height together."""
+    thick, start, place = _WIDE * chance, top, top
+    edges = []
     for child, share in below[node]:
-        wide = _WIDE * share
-        shapes.append(
-            f'<path class="edge" d="M{x + 4:.1f} {start:.1f}C{middle:.1f} {start:.1f} '
-            f"{middle:.1f} {place:.1f} {right:.1f} {place:.1f}v{wide:.1f}"
-            f"C{middle:.1f} {place + wide:.1f} {middle:.1f} {start + wide:.1f} "
-            f'{x + 4:.1f} {start + wide:.1f}z"/>'
-        )
-        start += wide
-        place += _draw_tree(child, share, place, below, shapes) + _GAP
-    shapes.append(
-        f'<rect class="node" x="{x:.1f}" y="{top:.1f}" width="4" height="{max(thick, 1):.1f}"/>'
-    )
-    if node:
-        middle = top + max(thick / 2, 4) + 4
-        shapes.append(
-            f'<text class="label" x="{x + 8:.1f}" y="{middle:.1f}">'
-            f'<tspan class="rank">{node[-1]}</tspan>'
-            f'<tspan dx="5">{chance:.2f}</tspan></text>'
-        )
+        edges.append((start, place, _WIDE * share))
+        start += _WIDE * share
+        place += _place(child, share, place, below, nodes) + _GAP
+    rank = node[-1] if node else None
+    nodes.append((_x(len(node)), top, thick, rank, chance, edges))
     return max(thick, _ROW, place - _GAP - top)
 
 

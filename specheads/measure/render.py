@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from specheads.measure.plots import draw
 from specheads.measure.rows import DRIFT_LIMIT, crossovers, failures, format_pairs, in_order
+from specheads.system.files import filled
 from specheads.system.hardware import SHARE_LIMIT
 
 Row = Mapping[str, Any]  # of bench.json
-_LONG = 32  # characters; longer cells of an HTML table may break
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,6 @@ class Table:
             number = any(cell[:1].isdigit() for cell in cells[1:])
             columns.append([cell.rjust(width) if number else cell.ljust(width) for cell in cells])
         return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
-
-    def html(self) -> str:
-        """Return a table of HTML that scrolls where the window is narrow."""
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in self.head)
-        rows = "\n".join(f"<tr>{''.join(map(_html_cell, row))}</tr>" for row in self.rows)
-        body = f"<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody>"
-        return f'<div class="wide"><table>{body}</table></div>'
-
-
-def _html_cell(text: str) -> str:
-    kind = ' class="long"' if len(text) > _LONG else ""
-    return f"<td{kind}>{escape(text)}</td>"
 
 
 def figure(value: float | None, form: str, missing: str = "") -> str:
@@ -322,15 +310,8 @@ def bench_text(result: Mapping[str, Any]) -> str:
     return "\n".join([*parts, f"\n{headline_line(result)}", *disturbance_lines(result)])
 
 
-class Svg(str):
-    """A picture."""
-
-
-class Block(str):
-    """Text of fixed width."""
-
-
-Part = str | Sequence[str] | Table  # a paragraph, the items of a list, or a table
+# a paragraph, the items of a list, a table, a ``picture`` of ours, or text of ``fixed`` width
+Part = str | Sequence[str] | Table | dict[str, str]
 
 
 def sections(result: Mapping[str, Any], figures: Mapping[str, str]) -> dict[str, list[Part]]:
@@ -340,74 +321,33 @@ def sections(result: Mapping[str, Any], figures: Mapping[str, str]) -> dict[str,
         result: the content of bench.json. What an older one lacks is left out.
         figures: SVG by name, of :func:`specheads.measure.plots.draw`.
     """
-    drawn = {name: Svg(picture) for name, picture in figures.items()}
+    drawn = {name: {"picture": picture} for name, picture in figures.items()}
     rows, heads = result["rows"], result.get("heads") or {}
     methods = in_order(rows, "method", "drafter", "tree_nodes")
     speeds = make_table(_alone(rows), PAGE_COLUMNS)
-    found: dict[str, Sequence[Part | None]] = {
+    found: dict[str, Sequence[Any]] = {
         "Result": [headline_line(result), drawn.get("speed")],
         "Warnings": [_warnings(result)],
-        "Methods": [[f"{name}: {_meaning(name, *of)}" for name, *of in methods]],
-        "One prompt at a time": [_ABOUT_SPEED, speeds],
+        "Methods": methods,
+        "One prompt at a time": [speeds],
         "By kind of prompt": [kinds_table(rows)],
     }
     if len({row["batch"] for row in rows}) > 1:
         table, lines = batches_table(rows), crossover_lines(rows)
-        found["In batches"] = [_ABOUT_BATCHES, lines, drawn.get("batches"), table]
+        found["In batches"] = [lines, drawn.get("batches"), table]
     if result.get("pairs"):
         found["Side by side (95%)"] = [format_pairs(result["pairs"]).splitlines()]
     if any("accept_lengths" in row for row in rows):
-        found["Accept lengths"] = [_ABOUT_LENGTHS, lengths_table(rows)]
+        found["Accept lengths"] = [lengths_table(rows)]
     if heads:
-        found["What the heads guess"] = [_ABOUT_HEADS, drawn.get("heads"), heads_table(heads)]
+        found["What the heads guess"] = [drawn.get("heads"), heads_table(heads)]
         found["The tree"] = [drawn.get("tree")]
-    found["Where outputs differ"] = [Block(format_divergences(result))]
-    found["Settings"] = [Block(_lines(result["settings"]))]
-    found["Environment"] = [Block(_lines(result["environment"]))]
-    filled = {title: [part for part in parts if part] for title, parts in found.items()}
-    return {title: parts for title, parts in filled.items() if parts}
-
-
-_ABOUT_BATCHES = "Tokens per second, and speed-up over plain decoding in batches of that size."
-_ABOUT_LENGTHS = "Share of verify steps, at batch 1, that gained so many tokens."
-_ABOUT_SPEED = (
-    "Speed-up: tokens per second over plain decoding's, with a 95% interval (bootstrap over"
-    " prompts). Prefill: milliseconds per prompt up to the first token; decode: without them."
-    " Accept: tokens per verify step. Same: outputs that are plain decoding's token by token, and"
-    " in brackets those that first differ where rounding decides."
-)
-_ABOUT_HEADS = (
-    "Share of positions, along the texts that plain decoding wrote, at which the token that came is"
-    " among a head's first guesses. Head i guesses the token i + 2 positions ahead; sequential"
-    " heads are told the tokens before it."
-)
-_MEANINGS = {
-    "plain": "our own loop of one token per step, the baseline of every speed-up",
-    "plain_eager": "plain without compiled passes",
-    "one_by_one": "plain over the prompts of a batch one after the other",
-    "hf_generate": "transformers' generate, prompts of a batch padded to the longest",
-    "hf_compiled": "generate with a static cache and compiled passes",
-    "hf_assisted": "generate with the draft model as assistant, one prompt at a time",
-    "hf_lookup": "generate with prompt lookup, one prompt at a time",
-    "prompt_lookup": "our loop, copying behind repeated n-grams",
-    "tree": "the export's heads in its static tree",
-    "tree_dynamic": "the export's heads in trees grown at each step",
-}
-
-
-def _meaning(method: str, drafter: str | None, nodes: int) -> str:
-    """Return what a row is, in words."""
-    if method in _MEANINGS:
-        return _MEANINGS[method]
-    rule = method.removeprefix("tree_")
-    if rule.isdecimal():
-        return f"the export's heads in a static tree of {nodes} nodes"
-    other, _, tree = method.partition("/")
-    if tree in _MEANINGS:
-        return f"{_MEANINGS[tree].replace('the export', other)}, other heads on the same base"
-    if rule.startswith("lossy"):
-        return f"tree, accepting by {rule}"
-    return f"our loop with {drafter or 'no drafter'}, up to {nodes} nodes per step"
+    if differences := format_divergences(result):
+        found["Where outputs differ"] = [{"fixed": differences}]
+    found["Settings"] = [{"fixed": _lines(result["settings"])}]
+    found["Environment"] = [{"fixed": _lines(result["environment"])}]
+    left = {title: [part for part in parts if part] for title, parts in found.items()}
+    return {title: parts for title, parts in left.items() if parts}
 
 
 def _warnings(result: Mapping[str, Any]) -> list[str]:
@@ -424,58 +364,15 @@ def _lines(values: Mapping[str, Any]) -> str:
     )
 
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; background: #fff;
-  max-width: 1100px; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.5rem }
-nav a { margin-right: 1em }
-div.wide { overflow-x: auto }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
-th, td { padding: .25em .7em; border-bottom: 1px solid #d9dee4; text-align: left;
-  white-space: nowrap }
-th { background: #f2f4f7; position: sticky; top: 0 }
-td.long { white-space: normal; min-width: 14em }
-tr:hover td { background: #f7f9fb }
-pre { background: #f2f4f7; padding: .8em; overflow-x: auto; font-size: 12px }
-ul.warnings { background: #fdf0d5; padding: .6em 2em }
-svg { max-width: 100%; height: auto }
-"""
-
-
 def html_page(result: Mapping[str, Any]) -> str:
     """Return all figures of a bench with their plots.
 
     Args:
         result: the content of bench.json.
     """
-    title = escape(f"Bench of {result['settings'].get('checkpoint', 'a model')}")
+    title = f"Bench of {result['settings'].get('checkpoint', 'a model')}"
     parts = sections(result, draw(result))
-    links = "".join(f'<a href="#s{n}">{escape(heading)}</a>' for n, heading in enumerate(parts))
-    body = []
-    for number, (heading, under) in enumerate(parts.items()):
-        body.append(f'<h2 id="s{number}">{escape(heading)}</h2>')
-        body += [_html(part, heading) for part in under]
-    text = "\n".join(body)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{_STYLE}</style></head>\n"
-        f"<body><h1>{title}</h1>\n<nav>{links}</nav>\n{text}\n</body></html>\n"
-    )
-
-
-def _html(part: Part, title: str) -> str:
-    if isinstance(part, Table):
-        return part.html()
-    if isinstance(part, Svg):
-        return f'<div class="wide">{part}</div>'
-    if isinstance(part, Block):
-        return f"<pre>{escape(part)}</pre>"
-    if isinstance(part, str):
-        return f"<p>{escape(part)}</p>"
-    items = "".join(f"<li>{escape(item)}</li>" for item in part)
-    kind = ' class="warnings"' if title == "Warnings" else ""
-    return f"<ul{kind}>{items}</ul>"
+    return filled(Path(__file__).with_name("bench.html.j2"), title=title, sections=parts)
 
 
 def suite_remarks(result: Mapping[str, Any], *, alike: bool) -> list[str]:

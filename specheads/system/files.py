@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from specheads.system.errors import ConfigError, RunError
 
@@ -197,6 +198,20 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text by :func:`whole_file`."""
     with whole_file(path) as fresh:
         fresh.write_text(text, encoding="utf-8")
+
+
+def filled(template: Path, **values: Any) -> str:
+    """Return the text of a Jinja template of ours; what fills one of HTML is escaped."""
+    from jinja2 import Environment, FileSystemLoader
+
+    made = Environment(
+        loader=FileSystemLoader(template.parent),
+        autoescape=".html" in template.suffixes,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return made.get_template(template.name).render(**values)
 
 
 @contextlib.contextmanager
