@@ -2,14 +2,16 @@
 
 Zhou et al., arXiv:2310.08461: a smaller model (new, the base with fewer layers, or one that exists)
 learns the base's distribution, on texts, on the base's own answers, or on its own
-(draft.on_policy), from the running base or from what was stored of it (draft.stored); or, where
-only the base's texts are known, from those (draft.loss=labels).
+(draft.on_policy), from the running base or from what was stored of it (draft.stored), by this
+recipe or by a server that wrote the answers (regenerate logprobs=); or, where only the base's texts
+are known, from those (draft.loss=labels). For both of the last two its weights need not be here.
 python -m specheads.train +recipe=distill
 """
 
 from typing import Any
 
 from specheads.config import TrainConfig
+from specheads.models.base import without_weights
 from specheads.models.draft import num_ids, shared_vocabulary, vocab_size
 from specheads.models.output import output_layer
 from specheads.pipeline import Drafting, start
@@ -26,7 +28,7 @@ def run(cfg: TrainConfig) -> None:
     """Train a draft model, decode with it, export it as a plain Hugging Face folder."""
     check_draft(cfg)
     wanted, read = cfg.draft, read_data(cfg)
-    base, output, tokenizer = load_base(cfg)
+    base, output, tokenizer = load_base(cfg, weights=not without_weights(cfg.model.name))
     draft = build_draft(cfg, base, tokenizer)
     compared = shared_vocabulary(vocab_size(base), vocab_size(draft), num_ids(tokenizer))
     data = load_data(

@@ -38,7 +38,7 @@ from specheads.measure.evaluate import (
 )
 from specheads.measure.hits import Texts
 from specheads.models.adapters import has_adapter, merge_adapter, merges
-from specheads.models.base import context_length, end_tokens, torch_dtype
+from specheads.models.base import context_length, end_tokens, torch_dtype, without_weights
 from specheads.models.checkpoint import (
     Export,
     as_loaded,
@@ -57,7 +57,7 @@ from specheads.system import dist, hardware, heartbeat
 from specheads.system.errors import refuse
 from specheads.training.best import chosen as chosen_step
 from specheads.training.checkpoints import ready_to_resume, seed_generators
-from specheads.training.forecast import forecast, without_weights
+from specheads.training.forecast import forecast
 from specheads.training.heldout import Original, heads_accuracy, heldout_agreement, heldout_loss
 from specheads.training.loop import Stage
 from specheads.training.objectives import DraftObjective
@@ -73,7 +73,7 @@ def run_recipe(
     Raises:
         ConfigError: if there is nothing that could be resumed.
     """
-    if cfg.dry_run and without_weights(cfg.model.name):
+    if cfg.dry_run and cfg.recipe != "distill" and without_weights(cfg.model.name):
         say(forecast(cfg))
         return
     if cfg.resume:
@@ -377,7 +377,7 @@ class Drafting:
         """Say what a dry run needs, and what a draft costs."""
         parts = {"base": self.base, "draft": self.draft}
         say_plan(self.cfg, log, [stage], parts, self.draft.get_output_embeddings().weight, notes)
-        if dist.is_main():
+        if dist.is_main() and self.base.device.type != "meta":
             evaluate = self.cfg.evaluate
             log.say(describe_costs_of_drafting(self.base, self.draft, self.prompts[0], evaluate))
 
@@ -406,6 +406,9 @@ class Drafting:
         log.say(f"saved to {export}")
         with improving(export, log) as measuring:
             card.write(export, "native", read_provenance(export) or {})
+            if self.base.device.type == "meta":
+                log.say(f"not measured: {model.name} holds no weights to decode with")
+                return
             budget = measuring_time(cfg.evaluate, log)
             log.doing("measuring the draft model")
             heldout = heldout_agreement(self.judge, self.data.heldout)

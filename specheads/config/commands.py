@@ -291,6 +291,9 @@ class RegenerateConfig(MeasureSettings):
     other_base: bool = False  # the export was made for other weights: exact, perhaps slower
     endpoint: str = ""  # an OpenAI-compatible server instead, e.g. http://localhost:8000/v1
     endpoint_model: str = ""  # the model's name there; empty: the first that the server lists
+    # endpoint: how many of the likeliest tokens to store at every token of an answer, with their
+    # log-probabilities, from which draft.stored distils; needs model
+    logprobs: int = at_least(0, 0)
     concurrency: int = at_least(1, 32)  # endpoint: requests at one time
     retries: int = at_least(0, 4)  # endpoint: of a failed request, with growing pauses
     timeout: float = positive(300.0)  # endpoint: seconds without a byte until a request has failed
@@ -315,6 +318,8 @@ class RegenerateConfig(MeasureSettings):
         super().__post_init__()
         both = self.endpoint and self.checkpoint
         self.check(not both, "endpoint", "left out with checkpoint")
+        asked = not self.logprobs or (self.endpoint and self.model)
+        self.check(asked, "logprobs", "0 without endpoint=, and model=, whose tokens they are of")
         if self.prompts == "self":
             self.check(self.limit > 0, "limit", "the number of questions with prompts=self")
             here = "left out with prompts=self: a server does not let its model write a user's turn"

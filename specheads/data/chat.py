@@ -25,7 +25,16 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
 from specheads.data.rendering import is_generated, render
-from specheads.data.schema import Dropped, Record, RecordError, Tally, naming, tokenizer_digest
+from specheads.data.schema import (
+    Dropped,
+    Record,
+    RecordError,
+    Tally,
+    Top,
+    naming,
+    tokenizer_digest,
+    unpacked_top,
+)
 from specheads.losses.cross_entropy import IGNORE
 from specheads.system.terminal import RESET, harmless
 
@@ -42,12 +51,14 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class Encoded:
     """One document. ``labels`` is not shifted: the token's own id where it is learned, else -100.
 
-    Both arrays are int32 of one length.
+    Both arrays are int32 of one length. ``top`` is what a record stores beside its tokens, see
+    :func:`specheads.data.schema.unpacked_top`: a row for every learned token, in order.
     """
 
     id: str
     input_ids: NDArray[np.int32]
     labels: NDArray[np.int32]
+    top: Top | None = None
 
 
 class Encoder:
@@ -80,11 +91,14 @@ class Encoder:
 
     def __call__(self, record: Record) -> Encoded:
         """Encode one record."""
+        top = None
         with naming(f"record {record['id']}", record):
             if self.is_stored(record):
                 ids, learned = self._stored_ids(record), [False] * len(record["tokens"]["ids"])
                 for start, stop in record["tokens"]["answers"]:
                     learned[start:stop] = [True] * (stop - start)
+                if "top" in record["tokens"]:
+                    top = unpacked_top(record["tokens"]["top"], sum(learned))
             elif "messages" in record:
                 ids, learned = self._encode_chat(record)
             elif "completion" in record:
@@ -96,7 +110,7 @@ class Encoder:
                 learned = [True] * len(ids)
         input_ids = np.asarray(ids, dtype=np.int32)
         labels = np.where(np.asarray(learned, dtype=bool), input_ids, np.int32(IGNORE))
-        return Encoded(str(record["id"]), input_ids, labels)
+        return Encoded(str(record["id"]), input_ids, labels, top)
 
     def prompt(self, record: Record) -> list[int]:
         """Return what a model is given to produce the record's last answer, or the one it lacks.
@@ -351,7 +365,7 @@ class Documents:
             counts["split"] += 1
         found = _pieces(encoded, self.seq_len)
         if self.learn_all:
-            found = [replace(document, labels=document.input_ids) for document in found]
+            found = [replace(document, labels=document.input_ids, top=None) for document in found]
         counts["documents"] += len(found)
         counts["tokens"] += sum(len(d.input_ids) for d in found)
         counts["learned"] += sum(int((d.labels != IGNORE).sum()) for d in found)
@@ -416,6 +430,8 @@ def _has_labels(encoded: Encoded) -> bool:
 
 
 def _pieces(encoded: Encoded, seq_len: int) -> list[Encoded]:
+    if len(encoded.input_ids) <= seq_len:
+        return [encoded]
     pieces = []
     for cut in range(0, len(encoded.input_ids), seq_len):
         name, place = f"{encoded.id}+{cut}" if cut else encoded.id, slice(cut, cut + seq_len)

@@ -8,22 +8,29 @@ theirs. There, ``user``, ``assistant`` and ``system`` name columns that become m
 A record may carry ``"tokens": {"ids": [...], "answers": [[start, stop], ...], "tokenizer": "..."}``
 beside its content: the token ids, whose they are, and which of them an assistant produced. Decoding
 and encoding a generated text need not give the ids back that were generated, so these are trained
-on as they are, wherever the tokenizer is still the same one.
+on as they are, wherever the tokenizer is still the same one. ``"top": {"k": k, "ids": "...",
+"log_probs": "..."}`` in it says which k tokens were likeliest at each of these, best first, and
+their log-probabilities at temperature 1: base64 of little-endian int32 and float32, a row of k for
+every token of the answers, in order.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import difflib
 import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from specheads.config import ConfigError, RunError
 from specheads.system.files import whole_file
@@ -318,7 +325,36 @@ def _wrong_tokens(tokens: object) -> str:
                 f" {end}; they must rise without overlap"
             )
         end = stop
+    if "top" in tokens:
+        try:
+            _, log_probs = unpacked_top(tokens["top"], sum(stop - start for start, stop in spans))
+        except (KeyError, TypeError, ValueError) as error:
+            return f"tokens.top is wrong: {error!r:.80}"
+        if not (log_probs <= 1e-3).all() or (np.exp(log_probs).sum(1) > 1.01).any():
+            return "tokens.top.log_probs holds numbers that are no log-probabilities"
     return ""
+
+
+Top = tuple[NDArray[np.int32], NDArray[np.float32]]  # ids and log-probabilities [n, k]
+
+
+def packed_top(ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> Any:
+    """Return the likeliest tokens at n places as JSON, see above."""
+    arrays = np.asarray(ids, dtype="<i4"), np.asarray(log_probs, dtype="<f4")
+    packed = (base64.b64encode(array.tobytes()).decode() for array in arrays)
+    return {"k": len(ids[0]), **dict(zip(("ids", "log_probs"), packed, strict=True))}
+
+
+def unpacked_top(top: Any, num_tokens: int) -> Top:
+    """Return what :func:`packed_top` was given, for so many tokens.
+
+    Raises:
+        KeyError, TypeError, ValueError: if it is not that.
+    """
+    raw = (base64.b64decode(top[name], validate=True) for name in ("ids", "log_probs"))
+    ids, log_probs = (np.frombuffer(x, t) for x, t in zip(raw, ("<i4", "<f4"), strict=True))
+    shape = num_tokens, int(top["k"])
+    return ids.reshape(shape), log_probs.reshape(shape)
 
 
 def _are_counts(values: object) -> bool:

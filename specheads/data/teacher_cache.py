@@ -16,6 +16,7 @@ Shapes: B T batch, n tokens of one document, d hidden size, k stored tokens, V v
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -37,11 +38,13 @@ from specheads.config import ConfigError, ModelConfig, RunError
 from specheads.data.chat import Encoded
 from specheads.data.pack import Batch, Mapped, PackedBatches, collate, pack_lengths
 from specheads.data.schema import differences, json_digest
+from specheads.losses.cross_entropy import IGNORE
 from specheads.losses.fused import rows_at_once
 from specheads.models.base import input_device
 from specheads.models.forward import undisturbed
 from specheads.models.names import base_digest
 from specheads.models.output import FINAL, OutputLayer, packed_taps
+from specheads.system.errors import refuse
 from specheads.system.files import locked, whole_file
 
 INDEX = "index.json"
@@ -311,7 +314,7 @@ def metadata(plan: Plan, sha256: str) -> dict[str, str]:
 def write_cache(
     plan: Plan,
     documents: Sequence[Encoded],
-    base: PreTrainedModel,
+    base: PreTrainedModel | None,
     shape: tuple[int, int],
     *,
     output: OutputLayer | None = None,
@@ -325,7 +328,8 @@ def write_cache(
     Args:
         plan: the layout of the cache, for the same documents.
         documents: none longer than a row.
-        base: the frozen base model; runs in eval mode, without gradients.
+        base: the frozen base model; runs in eval mode, without gradients. None takes for a stored
+            teacher what the records bring along.
         shape: rows per pass, and tokens per row as in training, so that the numbers are those of
             training.
         output: the base's output layer; only a stored teacher needs it.
@@ -352,7 +356,7 @@ def write_cache(
                 path.write_bytes(plan.index())
         counts = [len(range(*shard.documents)) for shard in missing]
         done = itertools.count(1)
-        with undisturbed(base):
+        with undisturbed(base) if base else contextlib.nullcontext():
             for shard in missing:
                 inside = [documents[i] for i in range(*shard.documents)]
                 starts = _starts([len(document.input_ids) for document in inside])
@@ -360,18 +364,36 @@ def write_cache(
                     name: torch.empty(shard.tokens, *per_token, dtype=dtype)
                     for name, (dtype, per_token) in plan.tensors.items()
                 }
-                for i, states in _hidden_states(inside, base, shape, plan.taps, autocast):
-                    _check_finite(states, "hidden states", inside[i])
-                    if output is None:
-                        found = _quantised(states.cpu(), plan)
-                    else:
-                        found = _likely(states, output, plan, autocast)
-                        _check_finite(found["log_probs"], "logits", inside[i])
+                numbers = (
+                    enumerate(_told(document, plan) for document in inside)
+                    if base is None
+                    else _computed(inside, base, shape, plan, output, autocast)
+                )
+                for i, found in numbers:
                     for name, values in found.items():
                         tensors[name][starts[i] : starts[i + 1]] = values
                     tell(next(done) / sum(counts))
                 with whole_file(plan.folder / shard.file) as path:
                     save_file(tensors, path, metadata=metadata(plan, _contents_sha256(tensors)))
+
+
+def _computed(
+    documents: Sequence[Encoded],
+    base: PreTrainedModel,
+    shape: tuple[int, int],
+    plan: Plan,
+    output: OutputLayer | None,
+    autocast: bool,
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Run the base over documents; yield the number of each and what is stored of it."""
+    for i, states in _hidden_states(documents, base, shape, plan.taps, autocast):
+        _check_finite(states, "hidden states", documents[i])
+        if output is None:
+            found = _quantised(states.cpu(), plan)
+        else:
+            found = _likely(states, output, plan, autocast)
+            _check_finite(found["log_probs"], "logits", documents[i])
+        yield i, found
 
 
 def _hidden_states(
@@ -426,6 +448,41 @@ def _likely(states: Tensor, output: OutputLayer, plan: Plan, autocast: bool) -> 
 def _check_finite(numbers: Tensor, what: str, document: Encoded) -> None:
     if not bool(numbers.isfinite().all()):
         raise RunError(f"the base model's {what} of record {document.id} are not finite")
+
+
+def _told(document: Encoded, plan: Plan) -> dict[str, Tensor]:
+    """Return what a document's record says of its learned tokens, and even odds elsewhere."""
+    assert document.top is not None
+    size, top_k = len(document.input_ids), plan.settings["top_k"]
+    before = torch.from_numpy((document.labels != IGNORE).nonzero()[0] - 1)
+    ids = torch.arange(top_k, dtype=torch.int32).repeat(size, 1)
+    log_probs = torch.full((size, top_k), -math.log(top_k + 1))
+    ids[before], log_probs[before] = (torch.tensor(x[:, :top_k]) for x in document.top)
+    return {"ids": ids, "log_probs": log_probs}
+
+
+def check_told(documents: Sequence[Encoded], top_k: int, vocab_size: int) -> str:
+    """Return a digest of the likeliest tokens that records bring along; empty where none does.
+
+    Raises:
+        ConfigError: if some bring none or too few, or name tokens that are not compared.
+    """
+    tops = [document.top for document in documents if document.top is not None]
+    if not tops:
+        return ""
+    fewest, largest = min(ids.shape[1] for ids, _ in tops), max(int(ids.max()) for ids, _ in tops)
+    silent = len(documents) - len(tops)
+    refuse(
+        {
+            f"{silent:,} of {len(documents):,} training records bring no likeliest tokens along and"
+            " the others do; train on those of regenerate logprobs=": silent,
+            f"draft.stored_top_k={top_k} is more than the {fewest} tokens that the training records"
+            f" bring along; expected at most {fewest}": top_k > fewest,
+            f"the training records bring token {largest} along, and {vocab_size:,} are compared"
+            " with the draft model": largest >= vocab_size,
+        }
+    )
+    return hashlib.sha256(b"".join(x.tobytes() for top in tops for x in top)).hexdigest()
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
 import torch
@@ -13,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -161,6 +164,29 @@ def load_config(
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
         refuse_kernels(name, config, trust_remote_code=trust_remote_code)
         return config
+
+
+def without_weights(name: str) -> bool:
+    """Say whether a name is a folder that describes a model and holds no weights of it."""
+    folder = Path(name).expanduser()
+    return (folder / "config.json").is_file() and not any(folder.glob("*.safetensors"))
+
+
+def described(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Return a model without memory, as config.json and generation_config.json describe it.
+
+    Raises:
+        ConfigError: as :func:`load_config` does.
+    """
+    config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    with contextlib.suppress(OSError):  # not every model has one
+        found = GenerationConfig.from_pretrained(resolve_name(name), revision=revision or "main")
+        model.generation_config = found
+    return model
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:

@@ -33,6 +33,7 @@ from specheads.models.base import (
     load_tokenizer,
     output_device,
     torch_dtype,
+    without_weights,
 )
 from specheads.models.block import BlockHeads
 from specheads.models.digest import file_sha256
@@ -260,7 +261,10 @@ def origin(
     base = {
         "name": name,
         "revision": revision if name else None,
-        "digest": base_digest(name, revision=revision) if name else "",
+        # of a base that was only described there is none
+        "digest": base_digest(name, revision=revision)
+        if name and not without_weights(name)
+        else "",
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": quantization,
     }

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig, RunError
-from specheads.data.chat import Encoder
 from specheads.data.load import load_records, read_prompts
 from specheads.data.schema import Dropped, Record
-from specheads.models.base import load_tokenizer
+from specheads.models.base import described, end_tokens, load_tokenizer
 from specheads.regeneration import engine
 from specheads.regeneration.answers import AnswerFile, Outcome, read_lines
-from specheads.regeneration.dialogue import check_answerable
+from specheads.regeneration.dialogue import TurnEncoder, check_answerable
 from specheads.regeneration.endpoint import Client, ask_server
 from specheads.regeneration.questions import Questioner, read_leads
 from specheads.system.terminal import advance, progress_bar, waiting_for
@@ -95,13 +94,17 @@ def ask_endpoint(
     config: RegenerateConfig, who: engine.Answering, client: Client, records: Sequence[Record]
 ) -> Iterator[Outcome]:
     """Let the server of ``client`` answer records."""
-    encoder, trust = None, config.trust_remote_code
+    turns: TurnEncoder | None = None
+    how: Any = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     if config.model:
-        found = load_tokenizer(config.model, revision=config.revision, trust_remote_code=trust)
-        encoder = Encoder(found)
+        tokenizer = load_tokenizer(config.model, **how)
+        ends = end_tokens(described(config.model, **how), tokenizer) if config.logprobs else ()
+        turns = TurnEncoder(tokenizer, ends)
     whose = {"model": who.model, "endpoint": client.url} | engine.drawn_by(config)
     sampling, many = engine.sampling_of(config), config.concurrency
-    return ask_server(client, who.model, sampling, records, whose, many, encoder)
+    return ask_server(
+        client, who.model, sampling, records, whose, many, turns, logprobs=config.logprobs
+    )
 
 
 @contextlib.contextmanager

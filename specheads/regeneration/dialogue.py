@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from specheads.config import ConfigError
 from specheads.data.chat import Encoder, conversation, runs
 from specheads.data.rendering import render
-from specheads.data.schema import Record, RecordError, json_digest
+from specheads.data.schema import Record, RecordError, json_digest, packed_top
 from specheads.decoding.conversation import text_of
 from specheads.losses.cross_entropy import IGNORE
 
@@ -25,13 +25,25 @@ _ROLES = ("system", "user", "assistant")
 STAND_IN = "9a41f0c7-the-answer"  # no text holds it by chance
 
 
+Likely = Sequence[tuple[int, list[int], list[float]]]
+
+
 @dataclass(frozen=True)
 class Answer:
-    """One new answer; ``num_tokens`` counts its end token, and is None where nobody counted."""
+    """One new answer.
+
+    Attributes:
+        text: without the token that ended it.
+        finish_reason: ``stop`` at its end, ``length`` at the limit.
+        num_tokens: its end token counted; None where nobody counted.
+        likely: of every token, where the server was asked: the token, the likeliest ones in its
+            place, best first, and their log-probabilities.
+    """
 
     text: str
     finish_reason: str
     num_tokens: int | None = None
+    likely: Likely = ()
 
 
 @dataclass
@@ -153,6 +165,34 @@ def tokens_of(record: Record, encoder: Encoder) -> dict[str, Any]:
     encoded = encoder(record)
     spans = [list(span) for span in runs([label != IGNORE for label in encoded.labels])]
     return {"ids": encoded.input_ids.tolist(), "answers": spans, "tokenizer": encoder.digest}
+
+
+def retold(talk: Dialogue, turns: TurnEncoder) -> dict[str, Any]:
+    """Return the ``tokens`` to store with an answered record: those that a server said.
+
+    Raises:
+        RecordError: if they are not the tokens of its texts, as of another tokenizer.
+    """
+    told, rows = dialogue(talk.record), []
+    for answer in talk.answers:
+        seen = turns.ask(told)
+        if told.answers and seen != turns.encoder.prompt({"id": "", "messages": told.messages()}):
+            raise RecordError("token", "a server gives the tokens of an earlier answer otherwise")
+        ids = [token for token, _, _ in answer.likely]
+        ended = answer.finish_reason == "stop" and bool(ids) and ids[-1] in turns.end_tokens
+        turns.add(told, ids, ended=ended)
+        if told.answers[-1].text.strip() != answer.text.strip():
+            problem = "the tokenizer of model= makes another text of the server's tokens"
+            raise RecordError("token", f"{problem}: {told.answers[-1].text!r:.60}")
+        rows.append([row[1:] for row in answer.likely])
+    kept = [
+        row
+        for (start, stop), of in zip(told.spans, rows, strict=True)
+        for row in of[: stop - start]  # an end that the template does not keep is no token of it
+    ]
+    top = packed_top([ids for ids, _ in kept], [log_probs for _, log_probs in kept])
+    whose = turns.encoder.digest
+    return {"ids": told.ids, "answers": told.spans, "tokenizer": whose, "top": top}
 
 
 def prompt_digest(record: Record) -> str:

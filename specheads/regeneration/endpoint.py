@@ -1,32 +1,35 @@
-"""Let an OpenAI-compatible server answer records, many at one time.
-
-Its client is written with urllib: what is needed here is a POST, and no HTTP package is among those
-that specheads asks for.
-"""
+"""Let an OpenAI-compatible server answer records, many at one time."""
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import random
 import reprlib
 import threading
-import urllib.error
 import urllib.parse
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing import TimeoutError as NothingYetError
 from multiprocessing.pool import IMapIterator, ThreadPool
 from typing import Any
 
+import httpx
+
 from specheads.config import ConfigError, RunError
-from specheads.data.chat import Encoder
 from specheads.data.schema import Record, RecordError
 from specheads.regeneration.answers import Outcome, Sampling, record_seed
-from specheads.regeneration.dialogue import Answer, Dialogue, check_answer, dialogue, tokens_of
+from specheads.regeneration.dialogue import (
+    Answer,
+    Dialogue,
+    Likely,
+    TurnEncoder,
+    check_answer,
+    dialogue,
+    retold,
+    tokens_of,
+)
 from specheads.system import __version__
 
 _LONGEST_PAUSE = 60.0  # seconds
@@ -81,7 +84,12 @@ class Client:
         self.stopped = threading.Event()
         self.refusal = ""  # what the server said that it will say to every request
         self._key = os.environ.get("OPENAI_API_KEY", "")
-        self._opener = urllib.request.build_opener(_NoRedirect)
+        # what is not asked for is no compression, behind which a small body may be a large one
+        headers = {"User-Agent": f"specheads/{__version__}", "Accept-Encoding": "identity"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        many = httpx.Limits(max_connections=None)
+        self._http = httpx.Client(headers=headers, timeout=timeout, limits=many)
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return what the server answers; a request without ``body`` is a GET.
@@ -104,22 +112,21 @@ class Client:
         raise AssertionError
 
     def _try(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json", "User-Agent": f"specheads/{__version__}"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers)
+        text = bytearray()
         try:
-            with self._opener.open(request, timeout=self.timeout) as response:
-                text = response.read(_MOST_BYTES + 1)
-        except urllib.error.HTTPError as error:
-            raise self._http_error(error) from None
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            problem = str(reason) or type(reason).__name__
-            if isinstance(reason, TimeoutError):
-                problem = f"nothing came for timeout={self.timeout:g} seconds"
+            method = "GET" if body is None else "POST"
+            with self._http.stream(method, self.url + path, json=body) as response:
+                for part in response.iter_raw():
+                    text += part
+                    if len(text) > _MOST_BYTES:
+                        break
+        except httpx.TimeoutException:
+            problem = f"nothing came for timeout={self.timeout:g} seconds"
             raise ServerError(problem, transient=True) from None
+        except httpx.HTTPError as error:
+            raise ServerError(str(error) or type(error).__name__, transient=True) from None
+        if not response.is_success:
+            raise self._http_error(response, text[:300].decode("utf-8", "replace"))
         if len(text) > _MOST_BYTES:
             raise ServerError(f"more than {_MOST_BYTES >> 20} MiB came back")
         try:
@@ -127,18 +134,13 @@ class Client:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise ServerError(f"no JSON object came back: {text[:80]!r}", transient=True)
+            raise ServerError(f"no JSON object came back: {bytes(text[:80])!r}", transient=True)
         return found
 
-    def _http_error(self, error: urllib.error.HTTPError) -> ServerError:
-        with error:
-            try:
-                body = error.read(300).decode("utf-8", "replace")
-            except (OSError, http.client.HTTPException):
-                body = ""
+    def _http_error(self, response: httpx.Response, body: str) -> ServerError:
         if self._key:
             body = body.replace(self._key, "***")
-        code, asked = error.code, error.headers.get("Retry-After") or ""
+        code, asked = response.status_code, response.headers.get("Retry-After", "")
         return ServerError(
             f"HTTP {code} {' '.join(body.split())}".strip(),
             transient=code in _BUSY or code >= 500,
@@ -162,19 +164,14 @@ class Client:
         raise RunError(f"{self.url} lists no models; give endpoint_model=")
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def http_error_302(self, *args: Any, **kwargs: Any) -> None:
-        """Leave it an error, without a look at where it leads."""
-
-    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
-
-
 _AT_ONCE = 64  # records that are handed on together
 _Settled = Dialogue | RecordError
 
 
-def next_answer(client: Client, model: str, sampling: Sampling, talk: Dialogue) -> Answer:
-    """Ask for the next answer of a dialogue.
+def next_answer(
+    client: Client, model: str, sampling: Sampling, logprobs: int, talk: Dialogue
+) -> Answer:
+    """Ask for the next answer of a dialogue, with the ``logprobs`` likeliest tokens at its places.
 
     Raises:
         ServerError: if the server gave none.
@@ -190,6 +187,9 @@ def next_answer(client: Client, model: str, sampling: Sampling, talk: Dialogue) 
     if sampling.top_k:  # not every server knows it
         body["top_k"] = sampling.top_k
     body |= {"messages": talk.messages()} if is_chat else {"prompt": talk.record["prompt"]}
+    if logprobs:  # vLLM names tokens by their ids where it is asked to, llama.cpp always does
+        body |= {"logprobs": True, "top_logprobs": logprobs} if is_chat else {"logprobs": logprobs}
+        body["return_tokens_as_token_ids"] = True
     found = client.call("/chat/completions" if is_chat else "/completions", body)
     try:
         choice = found["choices"][0]
@@ -201,7 +201,46 @@ def next_answer(client: Client, model: str, sampling: Sampling, talk: Dialogue) 
             raise TypeError
     except (KeyError, IndexError, TypeError, AttributeError):
         raise ServerError(f"no answer in {reprlib.repr(found)}") from None
-    return Answer(text, f"{reason!s:.40}", num_tokens)
+    likely = _likely(choice.get("logprobs"), logprobs) if logprobs else ()
+    return Answer(text, f"{reason!s:.40}", num_tokens, likely)
+
+
+def _likely(said: Any, number: int) -> Likely:
+    """Return what a server says of its tokens, in either of the two forms of ``logprobs``.
+
+    Raises:
+        ServerError: if it names no ids, or fewer tokens than were asked for.
+    """
+    rows = []
+    try:
+        places = (
+            said["content"]
+            if "content" in said
+            else [
+                {
+                    "token": token,
+                    "top_logprobs": [{"token": k, "logprob": v} for k, v in top.items()],
+                }
+                for token, top in zip(said["tokens"], said["top_logprobs"], strict=True)
+            ]
+        )
+        for place in places:
+            top = {_id(each): float(each["logprob"]) for each in place["top_logprobs"]}
+            best = sorted(top, key=lambda each: -top[each])[:number]
+            rows.append((_id(place), best, [top[each] for each in best]))
+        if not rows or min(len(best) for _, best, _ in rows) < number:
+            raise ValueError
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ServerError(
+            f"no {number} tokens by their ids in logprobs {reprlib.repr(said)}: the server has to"
+            " know return_tokens_as_token_ids, as vLLM does, or name ids, as llama.cpp does, and"
+            " to allow so many"
+        ) from None
+    return rows
+
+
+def _id(said: Mapping[str, Any]) -> int:
+    return int(said["id"]) if "id" in said else int(said["token"].removeprefix("token_id:"))
 
 
 def _text(content: Any) -> str:
@@ -220,7 +259,8 @@ def ask_server(
     records: Sequence[Record],
     generation: dict[str, Any],
     concurrency: int,
-    encoder: Encoder | None = None,
+    turns: TurnEncoder | None = None,
+    logprobs: int = 0,
 ) -> Iterator[Outcome]:
     """Answer records with a server; yield what became of them, some at a time, as answers come.
 
@@ -231,15 +271,16 @@ def ask_server(
         records: the records to answer.
         generation: JSON about the server, for every answered record.
         concurrency: requests at one time.
-        encoder: gives the tokens of an answered record, to be stored with it; called here, by one
+        turns: gives the tokens of an answered record, to be stored with it; called here, by one
             thread.
+        logprobs: how many of the likeliest tokens to store beside; with ``turns`` only.
 
     Raises:
         RunError: if the server refuses all requests, never answered once, or has stopped answering.
     """
     num_threads = min(concurrency, len(records))
     pool = ThreadPool(num_threads)  # of daemons: Ctrl-C must not wait for a slow answer
-    items = pool.imap_unordered(partial(_settle, client, model, sampling), records)
+    items = pool.imap_unordered(partial(_settle, client, model, sampling, logprobs), records)
     health, settled = _Health(client.url, num_threads), 0
     held: list[RecordError] = []  # until it is known that it was not the server
     try:
@@ -252,7 +293,7 @@ def ask_server(
                     if isinstance(item, RecordError):
                         held.append(item)
                     else:
-                        _add_record(outcome, item, generation, encoder)
+                        _add_record(outcome, item, generation, turns)
                 if settled == len(records):
                     health.check_end()
             except RunError as error:
@@ -268,13 +309,15 @@ def ask_server(
         pool.terminate()
 
 
-def _settle(client: Client, model: str, sampling: Sampling, record: Record) -> _Settled:
+def _settle(
+    client: Client, model: str, sampling: Sampling, logprobs: int, record: Record
+) -> _Settled:
     if client.refusal:  # other threads must not go on asking until the first one's error is read
         raise RunError(client.refusal)
     try:
         talk = dialogue(record)
         while not talk.finished:
-            talk.answers.append(next_answer(client, model, sampling, talk))
+            talk.answers.append(next_answer(client, model, sampling, logprobs, talk))
             check_answer(talk, sampling.keep_truncated)
         return talk
     except RecordError as error:
@@ -289,14 +332,16 @@ def _settle(client: Client, model: str, sampling: Sampling, record: Record) -> _
 
 
 def _add_record(
-    outcome: Outcome, talk: Dialogue, generation: dict[str, Any], encoder: Encoder | None
+    outcome: Outcome, talk: Dialogue, generation: dict[str, Any], turns: TurnEncoder | None
 ) -> None:
     outcome.num_tokens += sum(answer.num_tokens or 0 for answer in talk.answers)
     record = talk.answered(generation, None)
     with outcome.quarantining(talk.record):
         try:
-            if encoder is not None:
-                record["tokens"] = tokens_of(record, encoder)
+            if talk.answers[0].likely and turns is not None:
+                record["tokens"] = retold(talk, turns)
+            elif turns is not None:
+                record["tokens"] = tokens_of(record, turns.encoder)
         except ConfigError as error:
             raise RecordError("template", str(error)) from None
         outcome.answered.append(record)

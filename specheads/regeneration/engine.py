@@ -284,7 +284,8 @@ def _digest(model: str, config: RegenerateConfig) -> str:
 def weights_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
     """Return what there is to know of the weights that make texts; a file is of the same only."""
     if config.endpoint:
-        return {"model": who.model, "endpoint": True, "tokenizer": config.model}
+        asked = {"logprobs": config.logprobs} if config.logprobs else {}
+        return {"model": who.model, "endpoint": True, "tokenizer": config.model} | asked
     dtype = hardware.pick_dtype(config.dtype, hardware.pick_device(config.device))
     return {
         "model_digest": who.digest,  # its folder may move

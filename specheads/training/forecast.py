@@ -8,17 +8,15 @@ products, norms and the reading of data are left out.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from specheads.config import ConfigError, HeadsConfig, TrainConfig
 from specheads.data.teacher_cache import readable
 from specheads.losses.fused import rows_at_once
-from specheads.models.base import load_config, torch_dtype
+from specheads.models.base import described, torch_dtype
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, with_final
 from specheads.training.plan import SPREADS, Load, clock, count_parameters, need, tensor_bytes
@@ -29,12 +27,6 @@ PEAK, SHARE = 989e12, 0.4  # bfloat16 products of an H100 per second, and what i
 STEPS = 2000  # where a rule would find their number in the data
 # operations per number of a matrix and row: forward; with what its input learns; with it itself
 FORWARD, FROZEN, TRAINED = 2, 4, 6
-
-
-def without_weights(name: str) -> bool:
-    """Say whether ``model.name`` is a folder that describes a model and holds no weights of it."""
-    folder = Path(name).expanduser()
-    return (folder / "config.json").is_file() and not any(folder.glob("*.safetensors"))
 
 
 def operations(heads: Heads, rows: int, seq_len: int) -> float:
@@ -79,8 +71,9 @@ def forecast(cfg: TrainConfig, ranks: int = RANKS, memory: float = MEMORY) -> st
             f" train heads alone can be planned; recipe={cfg.recipe} needs model.safetensors there"
         )
     dtype = torch_dtype(cfg.model.dtype)
+    base: Any = described(cfg.model.name)
+    base.to(dtype)
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(load_config(cfg.model.name), dtype=dtype)
         output = OutputLayer(base.get_output_embeddings())
         heads = heads_of(_sized(cfg.heads, output), base, output)
     steps, rows = cfg.steps or STEPS, cfg.data.rows * cfg.optim.accumulation

@@ -121,7 +121,7 @@ class Data:
 
 
 def load_base(
-    cfg: TrainConfig, *, train_base: bool = False
+    cfg: TrainConfig, *, train_base: bool = False, weights: bool = True
 ) -> tuple[PreTrainedModel, OutputLayer, PreTrainedTokenizerBase]:
     """Return the base model on this rank's device, its output layer, and its tokenizer.
 
@@ -129,6 +129,7 @@ def load_base(
         cfg: the run's settings.
         train_base: whether it is going to be tuned: by its adapter, if the settings have one,
             which is added here.
+        weights: False only describes it, on the meta device: nobody here holds it.
 
     Raises:
         ConfigError: if one of them is missing, or they or the loss do not fit together.
@@ -143,9 +144,15 @@ def load_base(
     tokenizer = bases.load_tokenizer(model.name, revision=which, trust_remote_code=trusted)
     how: bases.Loading = {"dtype": model.dtype, "device": cfg.device, "attn": model.attn}
     how["trust_remote_code"] = trusted
-    base = bases.load_base_model(model.name, revision=which, quantization=model.quantization, **how)
+    base = (
+        bases.load_base_model(model.name, revision=which, quantization=model.quantization, **how)
+        if weights
+        else bases.described(model.name, revision=which, trust_remote_code=trusted)
+    )
     bases.check_tokenizer(tokenizer, base)
-    output = checked_output(base, cfg.loss)
+    output = (
+        checked_output(base, cfg.loss) if weights else OutputLayer(base.get_output_embeddings())
+    )
     if train_base and cfg.adapter.kind == "lora":
         add_adapter(base, cfg.adapter, seed=cfg.seed)
     if train_base and model.gradient_checkpointing:
@@ -202,7 +209,8 @@ def load_data(
     Raises:
         ConfigError: if there is nothing to learn from, or ``base`` cannot keep documents apart.
     """
-    check_isolation(base, backward=train_base)
+    if base.device.type != "meta":
+        check_isolation(base, backward=train_base)
     read = read or read_data(cfg)
     wanted, dropped, pad = cfg.data, read.dropped, int(tokenizer.pad_token_id or 0)
     quiet = not (sys.stderr.isatty() and dist.is_main())
@@ -485,6 +493,23 @@ def check_draft(cfg: TrainConfig) -> None:
             ),
         }
     )
+    if bases.without_weights(cfg.model.name):
+        here = f"model.name={cfg.model.name} holds no weights, and"
+        taught = draft.stored and not draft.on_policy and not draft.learn_prompts
+        refuse(
+            {
+                f"{here} draft.start=base copies some; expected random, or a draft model": (
+                    start == "base"
+                ),
+                f"{here} evaluate.every={cfg.evaluate.every} decodes with them; expected 0": (
+                    cfg.evaluate.every
+                ),
+                f"{here} the draft model has no teacher; expected draft.stored= with records of"
+                " regenerate logprobs= and draft.learn_prompts=false, or draft.loss=labels": (
+                    draft.loss != "labels" and not taught
+                ),
+            }
+        )
 
 
 def build_draft(

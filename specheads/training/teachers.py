@@ -135,8 +135,9 @@ def stored_teacher(
 ) -> tuple[Batches, list[str]]:
     """Return batches with the base's most likely tokens at every position, from ``draft.stored``.
 
-    What is missing there is written. A dry run writes nothing: its batches have a teacher that says
-    nothing.
+    What is missing there is written: what the training records bring along of the learned tokens
+    (``regenerate logprobs=``), else what the base says. A dry run writes nothing: its batches have
+    a teacher that says nothing.
 
     Args:
         cfg: the run's settings.
@@ -156,7 +157,18 @@ def stored_teacher(
     """
     assert isinstance(batches, PackedBatches)  # check_draft has seen to it
     top_k, folder = cfg.draft.stored_top_k, Path(cfg.draft.stored).expanduser()
-    place = folder, batches.documents, teacher_cache.computed_by(cfg.model, cfg.autocast)
+    told = ""
+    if not cfg.draft.learn_prompts:  # of which no record says anything
+        told = teacher_cache.check_told(batches.documents, top_k, vocab_size)
+    if not told and base.device.type == "meta":
+        raise ConfigError(
+            f"model.name={cfg.model.name} holds no weights, and the training records bring no"
+            " likeliest tokens along; regenerate endpoint= logprobs= writes such"
+        )
+    made_of = {"log-probabilities of the records": told}
+    if not told:
+        made_of = teacher_cache.computed_by(cfg.model, cfg.autocast)
+    place = folder, batches.documents, made_of
     plan = teacher_cache.plan_top_logits(*place, vocab_size=vocab_size, top_k=top_k)
     said = f"{plan.describe()}; {teacher_cache.still_missing(plan)}"
 
@@ -169,7 +181,8 @@ def stored_teacher(
         return Mapped(batches, add_nothing), [said]
     log.say(said)
     tell = partial(log.doing, "storing what the base says")
-    given, autocast = (plan, batches.documents, base), cfg.autocast == "bfloat16"
+    given = plan, batches.documents, None if told else base
+    autocast = cfg.autocast == "bfloat16"
     shape = batches.rows, batches.seq_len
     teacher_cache.write_cache(*given, shape, output=output, autocast=autocast, tell=tell)
     return teacher_cache.CachedBatches(batches, teacher_cache.TeacherCache(plan)), []
