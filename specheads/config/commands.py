@@ -318,8 +318,7 @@ class RegenerateConfig(MeasureSettings):
         super().__post_init__()
         both = self.endpoint and self.checkpoint
         self.check(not both, "endpoint", "left out with checkpoint")
-        asked = not self.logprobs or (self.endpoint and self.model)
-        self.check(asked, "logprobs", "0 without endpoint=, and model=, whose tokens they are of")
+        self.check(not self.logprobs or self.endpoint, "logprobs", "0 without endpoint=")
         if self.prompts == "self":
             self.check(self.limit > 0, "limit", "the number of questions with prompts=self")
             here = "left out with prompts=self: a server does not let its model write a user's turn"

@@ -48,6 +48,8 @@ def regenerate(config: RegenerateConfig, say: Say) -> dict[str, Any]:
     own = config.prompts == "self"
     if not own and config.prompts and Path(config.prompts).resolve() == Path(output).resolve():
         raise ConfigError(f"output={output} is the input itself")
+    if config.logprobs and not config.model:
+        raise ConfigError(f"logprobs={config.logprobs} needs model=, whose tokens they are of")
     if config.endpoint:
         client = Client(config.endpoint, timeout=config.timeout, retries=config.retries)
     with waiting_for("specheads: reading the prompts and the model's files"):

@@ -195,6 +195,22 @@ def test_what_cannot_be_distilled_from_is_said(
     assert reason in bad
 
 
+def test_the_command_knows_whose_tokens_they_are(
+    tmp_path: Path, tiny_model_dir: Path, prompts: Path, serve: Callable[[Script], Server],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Settings that the command line sets later than others are checked without them."""
+    server, output = serve(played_by(tiny_model_dir, "vLLM")), tmp_path / "answers.jsonl"
+    words = [f"endpoint={server.url}", "endpoint_model=m", f"logprobs={TOP}", f"prompts={prompts}"]
+    words += [f"output={output}", f"max_new_tokens={LONGEST}", "keep_truncated=true"]
+    assert start(monkeypatch, *words, command="regenerate") != 0
+    assert f"logprobs={TOP} needs model=" in capsys.readouterr().err and not output.exists()
+    assert start(monkeypatch, *words[1:], f"model={tiny_model_dir}", command="regenerate") != 0
+    assert "logprobs must be 0 without endpoint=" in capsys.readouterr().err
+    assert start(monkeypatch, *words, f"model={tiny_model_dir}", command="regenerate") == 0
+    assert "top" in json.loads(output.read_text().splitlines()[0])["tokens"]
+
+
 def test_a_stored_row_stands_before_its_token(tmp_path: Path) -> None:
     """A row at its token's own place teaches to guess the token that is there already."""
     labels = np.array([IGNORE, IGNORE, 7, 8, IGNORE, 9], dtype=np.int32)
