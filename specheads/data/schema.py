@@ -327,9 +327,11 @@ def _wrong_tokens(tokens: object) -> str:
         end = stop
     if "top" in tokens:
         try:
-            _, log_probs = unpacked_top(tokens["top"], sum(stop - start for start, stop in spans))
+            likely, log_probs = unpacked_top(tokens["top"], sum(b - a for a, b in spans))
         except (KeyError, TypeError, ValueError) as error:
             return f"tokens.top is wrong: {error!r:.80}"
+        if (likely < 0).any():
+            return "tokens.top.ids holds negative numbers"
         if not (log_probs <= 1e-3).all() or (np.exp(log_probs).sum(1) > 1.01).any():
             return "tokens.top.log_probs holds numbers that are no log-probabilities"
     return ""

@@ -169,7 +169,8 @@ def load_config(
 def without_weights(name: str) -> bool:
     """Say whether a name is a folder that describes a model and holds no weights of it."""
     folder = Path(name).expanduser()
-    return (folder / "config.json").is_file() and not any(folder.glob("*.safetensors"))
+    weights = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+    return (folder / "config.json").is_file() and not weights
 
 
 def described(

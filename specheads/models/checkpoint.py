@@ -197,8 +197,8 @@ def as_loaded(heads: Heads, base: PreTrainedModel, dtype: torch.dtype | None = N
 
     They take the base's dtype, but small ones are float32 on a CPU, which takes several times as
     long for a product of one row with a small bfloat16 matrix, and they make dozens of them in a
-    step; not block heads, which make few, of several rows. Which tokens come depends on the base
-    model alone.
+    step. Block heads make few, of several rows, and bfloat16 is packed for those. Which tokens come
+    depends on the base model alone.
 
     Args:
         heads: changed in place.
@@ -207,7 +207,8 @@ def as_loaded(heads: Heads, base: PreTrainedModel, dtype: torch.dtype | None = N
     """
     place, dtype = output_device(base), dtype or base.dtype
     small = sum(parameter.numel() for parameter in heads.parameters()) <= _SMALL_HEADS
-    if small and heads.kind != "block" and place.type == "cpu" and dtype.itemsize < 4:
+    packed = heads.kind == "block" and dtype == torch.bfloat16
+    if small and not packed and place.type == "cpu" and dtype.itemsize < 4:
         dtype = torch.float32
     pack_linears(heads.to(device=place, dtype=dtype).eval())
     return heads

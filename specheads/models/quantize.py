@@ -11,6 +11,7 @@ losses read the matrix itself.
 from __future__ import annotations
 
 import logging
+from types import MethodType
 from typing import Any
 
 import torch
@@ -101,14 +102,18 @@ def prepare_quantized(model: PreTrainedModel) -> None:
             if type(module).__name__ == "Linear8bitLt":
                 module.eval()
                 module.state.threshold = 0.0  # type: ignore[union-attr]
-                # no dropout, and it keeps to what it computes in eval
-                setattr(module, "train", lambda mode=True, same=module: same)  # noqa: B010
+                setattr(module, "train", MethodType(_stay, module))  # noqa: B010
     output = model.get_output_embeddings()
     weight = getattr(output, "weight", None)
     if output is not None and not (isinstance(weight, Tensor) and weight.is_floating_point()):
         raise ConfigError(
             f"{model.name_or_path}: its output matrix is quantised; heads need it as numbers"
         )
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Stand in for ``train``: the layer has no dropout, and keeps to what it computes in eval."""
+    return module
 
 
 def quantization_of(model: PreTrainedModel) -> dict[str, Any] | None:

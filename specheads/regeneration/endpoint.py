@@ -84,8 +84,8 @@ class Client:
         self.stopped = threading.Event()
         self.refusal = ""  # what the server said that it will say to every request
         self._key = os.environ.get("OPENAI_API_KEY", "")
-        # what is not asked for is no compression, behind which a small body may be a large one
-        headers = {"User-Agent": f"specheads/{__version__}", "Accept-Encoding": "identity"}
+        headers = {"User-Agent": f"specheads/{__version__}", "Content-Type": "application/json"}
+        headers["Accept-Encoding"] = "identity"  # a body is read as it comes
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         many = httpx.Limits(max_connections=None)
@@ -115,7 +115,9 @@ class Client:
         text = bytearray()
         try:
             method = "GET" if body is None else "POST"
-            with self._http.stream(method, self.url + path, json=body) as response:
+            # in ASCII: half of a surrogate pair has no UTF-8, and httpx's own json= needs it
+            content = None if body is None else json.dumps(body)
+            with self._http.stream(method, self.url + path, content=content) as response:
                 for part in response.iter_raw():
                     text += part
                     if len(text) > _MOST_BYTES:
@@ -123,7 +125,7 @@ class Client:
         except httpx.TimeoutException:
             problem = f"nothing came for timeout={self.timeout:g} seconds"
             raise ServerError(problem, transient=True) from None
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ServerError(str(error) or type(error).__name__, transient=True) from None
         if not response.is_success:
             raise self._http_error(response, text[:300].decode("utf-8", "replace"))

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from specheads.config import ConfigError
 from specheads.data.chat import Documents, Encoder, encode_records
 from specheads.data.load import read_jsonl
-from specheads.data.schema import tokenizer_digest
+from specheads.data.schema import packed_top, tokenizer_digest
 from specheads.losses.cross_entropy import IGNORE
 from specheads.system.files import tinycode_dir
 
@@ -127,6 +127,13 @@ def test_the_digest_of_the_embedded_tokenizer_survives_saving(tmp_path: Path) ->
         ({"answers": [[2, 11]]}, r"\[2, 11\], which is no span of 10 ids"),
         ({"answers": [[7, 10], [2, 5]]}, "must rise without overlap"),
         ({"answers": [[2, 5], [4, 10]]}, "must rise without overlap"),
+        ({"top": []}, "tokens.top is wrong"),
+        ({"top": {"k": 1, "ids": "!", "log_probs": ""}}, "tokens.top is wrong"),
+        ({"top": packed_top([[1]] * 5, [[-1]] * 5)}, "tokens.top is wrong"),  # of one token fewer
+        ({"top": packed_top([[-1]] * 6, [[-1]] * 6)}, "tokens.top.ids holds negative numbers"),
+        ({"top": packed_top([[1]] * 6, [[0.5]] * 6)}, "that are no log-probabilities"),
+        ({"top": packed_top([[1]] * 6, [[float("nan")]] * 6)}, "that are no log-probabilities"),
+        ({"top": packed_top([[1, 2]] * 6, [[-0.1, -0.2]] * 6)}, "that are no log-probabilities"),
     ],
 )
 def test_wrong_spans_are_named(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:

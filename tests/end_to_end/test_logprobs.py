@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specheads.config import ConfigError, RegenerateConfig
+from specheads.config import ConfigError, RegenerateConfig, RunError
 from specheads.data.chat import Encoded, Encoder
 from specheads.data.schema import unpacked_top
 from specheads.data.teacher_cache import TeacherCache, check_told, plan_top_logits, write_cache
@@ -24,7 +24,9 @@ from specheads.models.base import end_tokens, load_base_model, load_tokenizer
 from specheads.models.draft import load_draft
 from specheads.models.manifest import read_provenance
 from specheads.regeneration.answering import regenerate
+from specheads.regeneration.dialogue import Answer, TurnEncoder, dialogue, retold
 from specheads.system.files import write_whole
+from tests.conftest import build_byte_tokenizer
 from tests.end_to_end.commands import SHORT, on_files, start
 from tests.regeneration.test_endpoint import Script, Server, serve
 
@@ -32,10 +34,11 @@ __all__ = ["serve"]  # a fixture
 TOP, LONGEST = 6, 9
 
 
-def played_by(folder: Path, form: str, *, off: int = 0) -> Script:
+def played_by(folder: Path, form: str, *, off: int = 0, letters: bool = True) -> Script:
     """Return a server's script: the model of a folder, which names tokens as ``form`` does.
 
-    Every other answer ends before the limit. Its ids are ``off`` by so many.
+    Every other answer ends before the limit. Its ids are ``off`` by so many. Texts of ``letters``
+    give their tokens back; others hold halves of characters, which do not.
     """
     base, tokenizer = load_base_model(str(folder)), load_tokenizer(str(folder))
     ends, encoder = end_tokens(base, tokenizer), Encoder(tokenizer)
@@ -54,7 +57,7 @@ def played_by(folder: Path, form: str, *, off: int = 0) -> Script:
             log_probs = base(torch.tensor([ids + new])).logits[0, -1].log_softmax(-1)
             best = log_probs.topk(TOP)
             due = len(ids) % 2 == 0 and len(new) == 4
-            letter = 97 + int(log_probs[97:123].argmax())  # texts of which give their tokens back
+            letter = 97 + int(log_probs[97:123].argmax()) if letters else 0xC3
             new.append(ends[0] if due else letter)
             pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             top = [named(*pair) for pair in pairs][::-1]  # servers promise no order
@@ -189,10 +192,24 @@ def test_what_cannot_be_distilled_from_is_said(
             return found[0], json.loads(text), found[2]
         return found
 
-    with pytest.raises(Exception, match="no record was answered|never answered"):
+    with pytest.raises(RunError, match="no record was answered|never answered"):
         answered(serve(odd), tiny_model_dir, prompts, output, **more)
     bad = (tmp_path / "answers.jsonl.bad.jsonl").read_text()
     assert reason in bad
+
+
+def test_an_answer_is_not_continued_behind_other_tokens(
+    tmp_path: Path, tiny_model_dir: Path, prompts: Path, serve: Callable[[Script], Server]
+) -> None:
+    """A server reads earlier answers as texts: what it says then is of another conversation."""
+    output = tmp_path / "answers.jsonl"
+    answered(
+        serve(played_by(tiny_model_dir, "vLLM", letters=False)), tiny_model_dir, prompts, output
+    )
+    bad = [json.loads(line) for line in Path(f"{output}.bad.jsonl").read_text().splitlines()]
+    assert {line["id"] for line in bad} == {"two/0", "two/1"} and "earlier answer" in bad[0][
+        "detail"
+    ]
 
 
 def test_the_command_knows_whose_tokens_they_are(
@@ -236,3 +253,22 @@ def test_a_stored_row_stands_before_its_token(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=problem):
             check_told(told, 5 if "more" in problem else 3, size)
     assert check_told([replace(document, top=None)], 3, 20) == ""
+
+
+def test_an_end_that_the_template_does_not_keep_has_no_row() -> None:
+    """Rows of such an end would shift those of all later answers by one token."""
+    tokenizer = build_byte_tokenizer()
+    other, eos = 200, int(tokenizer.eos_token_id)
+    turns = TurnEncoder(tokenizer, [other, eos])
+    ask, old = {"role": "user", "content": "a"}, {"role": "assistant", "content": "?"}
+    talk = dialogue({"id": "a", "kind": "chat", "messages": [ask, old, ask]})
+    for text, end in (("xy", other), ("z", eos)):
+        ids = [*text.encode(), end]
+        likely = [(token, [token, 1], [-0.5, -1.5 - token / 100]) for token in ids]
+        talk.answers.append(Answer(text, "stop", len(ids), likely))
+    found = retold(talk, turns)
+    learned = [found["ids"][t] for start, stop in found["answers"] for t in range(start, stop)]
+    assert learned == [*b"xy", *b"z", eos]
+    told, log_probs = unpacked_top(found["top"], len(learned))
+    assert told[:, 0].tolist() == learned
+    assert np.allclose(log_probs[:, 1], [-1.5 - token / 100 for token in learned])

@@ -318,6 +318,13 @@ def test_a_malformed_answer_costs_one_record(serve: Callable[[Script], Server], 
     assert f"{total.num_tokens:,.0f}" == "14"
 
 
+def test_half_a_character_reaches_the_server(serve: Callable[[Script], Server]) -> None:
+    """Half of a surrogate pair, which JSON may hold and UTF-8 may not, would end the run."""
+    server = serve(lambda n, path, body: ok({"messages": [{"content": "fine"}]}))
+    assert len(ask(server, chats("a\ud83d")).answered) == 1
+    assert server.seen[0][1]["messages"][0]["content"] == "a\ud83d"
+
+
 def test_parts_of_content_are_one_text(serve: Callable[[Script], Server]) -> None:
     """Servers may give an answer in parts; each such record would be lost."""
     parts = [
