@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import harness
 import torch
@@ -62,6 +62,9 @@ class Settings:
         num_questions: of the 96; fewer to try it
         max_new_tokens: of an answer
         dtype: of the weights
+        device: auto, cpu, cuda
+        compile: compile the base's passes, plain decoding's too
+        tree: of the heads: auto takes the export's own choice, made by the clock of a CPU
         threads: 0 takes as many as may be used
         resume: keep the answers that are there
         quick: plain decoding and the heads alone, at T=0 and 1, on the questions of this file only
@@ -75,6 +78,9 @@ class Settings:
     num_questions: int = 96
     max_new_tokens: int = 64
     dtype: str = "bfloat16"
+    device: str = "cpu"
+    compile: bool = False
+    tree: Literal["auto", "static", "dynamic"] = "auto"
     threads: int = 0
     resume: bool = False
     quick: Path | None = None
@@ -227,10 +233,13 @@ class Contestants:
         given: Settings, dtype: str, file: Path, number: int, *, same_rounding: bool = False
     ) -> "Contestants":
         """Load the model in ``dtype``, and ``number`` questions of ``file``."""
-        subject = load_subject(given.checkpoint, base=given.base or None, dtype=dtype)
-        limit, export, decode = given.max_new_tokens, subject.export, DecodeConfig()
+        device = hardware.pick_device(given.device)
+        base = given.base or None
+        subject = load_subject(given.checkpoint, base=base, dtype=dtype, device=device)
+        limit, export = given.max_new_tokens, subject.export
+        decode = DecodeConfig(tree=given.tree, compile=given.compile)
         prompts, digest = prompts_of(subject.base, subject.tokenizer, file, number, limit)
-        contest = Contest.of(subject, limit, same_rounding=same_rounding)
+        contest = Contest.of(subject, limit, compile=given.compile, same_rounding=same_rounding)
         copying, both = replace(decode, drafter="suffix"), ["heads+suffix"] * bool(export)
         asked = asked_for(copying, both, has_heads=bool(export))
         quoted = quoted_method(export, decode, asked)
@@ -422,6 +431,7 @@ def work_folder(given: Settings) -> Path:
         SystemExit: if they were made with other settings.
     """
     shared = ("checkpoint", "dtype", "max_new_tokens", "num_questions", "threads")
+    shared += ("device", "compile", "tree")
     now = {name: getattr(given, name) for name in shared}
     now |= {"weights": weights_digest(given.checkpoint), "quick": str(given.quick or "")}
     if not given.resume:

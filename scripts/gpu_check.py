@@ -30,18 +30,21 @@ from transformers.utils import is_flash_attn_2_available
 
 from specheads.attention.cache import TreeCache
 from specheads.attention.tree import Tree, default_tree
+from specheads.config import HeadsConfig, LossConfig, OptimConfig, TrainConfig
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult
 from specheads.drafters.heads import dynamic_drafter, static_drafter
 from specheads.measure.clock import Prompt
 from specheads.measure.identity import Divergence, Rounding, compare
-from specheads.models.blocks import prefix_sizes
-from specheads.models.checkpoint import Export, load_export
-from specheads.models.heads import MedusaHeads
+from specheads.models.checkpoint import KINDS, Export, load_export
+from specheads.models.kinds import Heads
 from specheads.models.output import output_layer
 from specheads.models.support import tree_support
 from specheads.system import hardware
+from specheads.training.engine import param_groups
+from specheads.training.loop import open_engine
+from specheads.training.objectives import HeadsObjective
 from specheads.verification.sampling import Sampler
 from tests.ragged import padded
 from tests.scripted import ScriptedDrafter
@@ -54,6 +57,23 @@ PROMPTS = [
     torch.tensor([[7, 14, 28, 56, 48, 32, 7, 14, 28, 56, 48, 32]]),
 ]
 NEW_TOKENS = 40
+FORMS = {
+    "pruned": HeadsConfig(num_heads=3, lm_head="pruned", num_kept=200),
+    "low rank, markov": HeadsConfig(
+        num_heads=3, lm_head="low_rank", rank=32, correction="markov", markov_rank=8
+    ),
+    "hydra, prefix": HeadsConfig(num_heads=3, condition=True, prefix_layer=True),
+    "block": HeadsConfig(kind="block", num_heads=3, lm_head="shared"),
+    "dspark": HeadsConfig(
+        kind="block",
+        num_heads=3,
+        lm_head="shared",
+        correction="markov",
+        markov_rank=8,
+        options={"form": "published", "mask_token_id": 0, "anchors": 20},
+    ),
+    "eagle3": HeadsConfig(kind="eagle3", num_heads=3, lm_head="own"),
+}
 MODES = {"greedy": Sampler(), "sampled": Sampler(temperature=0.8, seed=3)}
 
 
@@ -274,27 +294,27 @@ def dynamic_trees(device: torch.device) -> str:
     return ", ".join(f"{each.accept_length:.2f}" for each in pinned(export, drafter, "new_tokens"))
 
 
+def make_heads(name: str, base: PreTrainedModel) -> Heads:
+    """Return heads of one of FORMS that have moved a little from their start."""
+    torch.manual_seed(0)
+    settings = FORMS[name]
+    heads: Any = KINDS[settings.kind].from_settings(settings, base, output_layer(base))
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return heads
+
+
 def head_kinds(device: torch.device) -> str:
-    """Sequential, pruned and low-rank heads and a prefix layer, untrained, give the pinned tokens.
+    """Heads of every kind, untrained, give the pinned tokens.
 
     They must take as many steps as on a CPU, too, but for guesses that rounding swaps: nothing else
     would notice wrong ones.
     """
     exports = {"cpu": golden_export(CPU), "here": golden_export(device)}
-    base, sizes = exports["cpu"].base, exports["cpu"].heads
-    kinds: dict[str, dict[str, Any]] = {
-        "pruned": {"lm_head": "pruned", "num_kept": 200},
-        "low rank, markov": {"lm_head": "low_rank", "rank": 32, "markov_rank": 8},
-        "hydra, prefix": {"condition": True, "prefix": prefix_sizes(base.config)},
-    }
     said = []
-    for name, options in kinds.items():
-        torch.manual_seed(0)
-        heads = MedusaHeads(3, 1, sizes.hidden_size, sizes.vocab_size, **options)
-        heads.init_from_output(output_layer(base).weight)
-        with torch.no_grad():
-            for parameter in heads.parameters():
-                parameter.add_(0.02 * torch.randn_like(parameter))
+    for name in FORMS:
+        heads = make_heads(name, exports["cpu"].base)
         num_steps: Counter[str] = Counter()
         for place, export in exports.items():
             layer = output_layer(export.base)
@@ -309,6 +329,37 @@ def head_kinds(device: torch.device) -> str:
         assert abs(here - there) <= 0.01 * there, f"{name}: {here} steps, on a CPU {there}"
         said.append(f"{name} {here} steps")
     return ", ".join(said)
+
+
+def training(device: torch.device) -> str:
+    """Some steps of AdamW and Muon on heads of every kind lower the loss as they do on a CPU."""
+    ids = torch.randint(200, (3, 96), generator=torch.Generator().manual_seed(0))
+    worst = 0.0
+    for name, optimizer in ((name, kind) for name in FORMS for kind in ("adamw", "muon")):
+        losses: dict[str, list[float]] = {}
+        for place in (CPU, device):
+            base = golden_export(place).base
+            heads = make_heads(name, golden_export(CPU).base).to(place)
+            loss = LossConfig(heads="soft" if heads.taps else "hard")
+            objective = HeadsObjective(base, heads, loss, train_base=False)
+            optim = OptimConfig(name=optimizer, lr=3e-3)
+            cfg = TrainConfig(run_dir=tempfile.gettempdir(), optim=optim)
+            runner = open_engine(objective, param_groups(optim, heads=(heads, optim.lr)), cfg)
+            batch = harness.batch_of(ids.to(place))
+            found = []
+            for _ in range(6):
+                value, _ = runner.forward(batch)
+                runner.backward(value, last=True)
+                runner.step(1.0)
+                found.append(float(value.detach()))
+            runner.close()
+            losses[str(place)] = found
+        there, here = losses[str(CPU)], losses[str(device)]
+        off = max(abs(a / b - 1) for a, b in zip(here, there, strict=True))
+        assert here[-1] < 0.99 * here[0], f"{name}, {optimizer}: losses {here}"
+        assert off <= 1e-3, f"{name}, {optimizer}: losses {here}, on a CPU {there}"
+        worst = max(worst, off)
+    return f"{len(FORMS)} kinds; losses differ by {worst:.1g} of them at most"
 
 
 def doors(device: torch.device) -> str:
@@ -380,6 +431,7 @@ CHECKS: dict[str, Check] = {
     "golden": golden,
     "dynamic trees": dynamic_trees,
     "head kinds": head_kinds,
+    "training": training,
     "doors": doors,
     "kv commit": kv_commit,
     **{f"attention/{name}": partial(attention, name) for name in ("sdpa", "eager")},
