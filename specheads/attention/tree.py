@@ -103,7 +103,9 @@ class Tree:
 
     def trim(self, max_depth: int) -> Tree:
         """Return the tree without the nodes deeper than ``max_depth``; they are its last nodes."""
-        return self if max_depth >= self.max_depth else _trim(self, max_depth)
+        if max_depth >= self.max_depth:
+            return self
+        return _trim(self, max_depth).to(self.device)  # kept by choices alone: of any device
 
     def to(self, device: torch.device | str) -> Tree:
         """Return the tree with its tensors on ``device``."""

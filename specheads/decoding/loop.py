@@ -295,7 +295,7 @@ def first_chain(candidates: Candidates) -> Candidates:
     own[:, path] = torch.arange(len(path), device=own.device)
     return Candidates(
         candidates.tokens[:, path],
-        Tree.chain(len(path) - 1),
+        Tree.chain(len(path) - 1).to(own.device),
         None if probs is None else probs[:, path],
         "none" if probs is None else "chain",
         own=own,

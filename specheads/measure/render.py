@@ -90,7 +90,7 @@ TEXT_COLUMNS: Columns = {
     **_COLUMNS,
     "speed-up": lambda row: f"{row['speedup_vs_plain']:.2f}x",
     "95%": lambda row: interval(row["speedup_vs_plain_ci95"]),
-    "vs HF": lambda row: f"{row['speedup_vs_hf_generate']:.2f}",
+    "vs HF": lambda row: figure(row["speedup_vs_hf_generate"], ".2f", "-"),
     "prefill": lambda row: _prefill(row, "-"),
     "decode": lambda row: figure(row.get("decode_speedup_vs_plain"), ".2fx", "-"),
     "accept": lambda row: f"{row['accept_length']:.2f}",
@@ -307,7 +307,9 @@ def bench_text(result: Mapping[str, Any]) -> str:
         parts.append(f"\nSide by side (95%)\n{format_pairs(result['pairs'])}")
     if divergences := format_divergences(result):
         parts.append(f"\n{divergences}")
-    return "\n".join([*parts, f"\n{headline_line(result)}", *disturbance_lines(result)])
+    if result["headline"]:  # not where too few temperatures were measured for the rule
+        parts.append(f"\n{headline_line(result)}")
+    return "\n".join([*parts, *disturbance_lines(result)])
 
 
 # a paragraph, the items of a list, a table, a ``picture`` of ours, or text of ``fixed`` width
