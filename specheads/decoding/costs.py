@@ -263,7 +263,7 @@ class Blank:
     def propose(self, state: Tensor) -> Candidates:
         """Return the root and padding, which is read like any token and never accepted."""
         tokens = F.pad(state[:, None], (0, self.num_tokens), value=-1)
-        return Candidates(tokens, Tree.chain(self.num_tokens))
+        return Candidates(tokens, Tree.chain(self.num_tokens).to(tokens.device))
 
     def observe(self, state: Tensor, result: StepResult) -> Tensor:
         """Return the new roots."""
