@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -32,7 +33,10 @@ FIGURES = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
     ROOT / "BENCHMARKS.md",
-    *(FIGURES / f"{page}.md" for page in ("exactness", "methods", "performance", "recipes")),
+    *(
+        FIGURES / f"{page}.md"
+        for page in ("decoding", "exactness", "methods", "performance", "recipes")
+    ),
 )
 BLOCK = re.compile(r"(<!-- figures: (?!end )(.+?) -->\n)(.*?)(<!-- figures: end -->)", re.DOTALL)
 ABSENT = "Not measured yet"
@@ -463,6 +467,22 @@ def growth(read: Read) -> str:
         f"In a text of {found[0]['new_tokens']:,} tokens the second half costs the tree {token} of"
         " what it costs plain decoding, both relative to the first half, at"
         f" T={cells((of['temperature'] for of in found), 'g', ' and ')}; per step {step}."
+    )
+
+
+def gpu_check(read: Read) -> str:
+    """Say how the checks on a GPU ended, and what was not run."""
+    found = read("h200/gpu_check")
+    machine, checks = found["environment"], found["checks"]
+    missing = [each for each in checks if each["status"] == "not run"]
+    why = "; ".join(f"{each['check']} ({each['detail'].split(';')[0]})" for each in missing)
+    counts = Counter(each["status"] for each in checks)
+    (waits,) = (each for each in checks if each["check"] == "synchronisations")
+    return (
+        f"{machine['device']}, torch {machine['torch']}, transformers {machine['transformers']},"
+        f" {machine['date']}: {counts['ok']} checks ok, {counts['failed']} failed,"
+        f" {len(missing)} not run: {why}. A step of decoding waits for the device"
+        f" {waits['detail'].split()[0]} times."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,21 +27,22 @@ class Elsewhere(torch.Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> Elsewhere:
         """Wrap a tensor."""
-        found: Elsewhere = torch.Tensor._make_wrapper_subclass(
-            cls,
-            held.size(),
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            device=DEVICE,
-            requires_grad=held.requires_grad,
-        )
+        with torch.inference_mode(held.is_inference()):  # a view of a weight is a normal tensor
+            found: Elsewhere = torch.Tensor._make_wrapper_subclass(
+                cls,
+                held.size(),
+                strides=held.stride(),
+                storage_offset=held.storage_offset(),
+                dtype=held.dtype,
+                device=DEVICE,
+                requires_grad=held.requires_grad,
+            )
         found.held = held
         return found
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation."""
         return _run(func, args, dict(kwargs or {}))
@@ -61,6 +62,10 @@ class _Mode(TorchDispatchMode):
         return _run(func, args, dict(kwargs or {}))
 
 
+_CPU = torch.device("cpu")
+_active: list[torch.device] = []
+
+
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
     there = [each for each in given if isinstance(each, Elsewhere)]
@@ -75,7 +80,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             raise RuntimeError(f"{func} was given tensors on {DEVICE} and on the CPU")
     asked = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.device)]
     wraps = asked[0].type == DEVICE.type if asked else bool(there)
-    args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
+    args, kwargs = tree_map_only(torch.device, lambda _: _CPU, (args, kwargs))
     if func in (_aten.copy_.default, _aten.expand_as.default):
         wraps = isinstance(args[0], Elsewhere)
     known = {id(each.held): each for each in there}
@@ -88,13 +93,20 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     )
 
 
+def place() -> torch.device:
+    """Return DEVICE within :func:`elsewhere`, and the CPU without."""
+    return _active[-1] if _active else _CPU
+
+
 @contextmanager
 def elsewhere() -> Iterator[torch.device]:
     """Make DEVICE usable: tensors are made on it and moved to and from it."""
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(device=...) moves what it made, then
+    _active.append(DEVICE)
     try:
         with _Mode():
             yield DEVICE
     finally:
+        _active.pop()
         torch._C._set_only_lift_cpu_tensors(before)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from copy import deepcopy
 from functools import cache, partial
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers import PreTrainedModel
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import HeadsConfig
 from specheads.decoding.costs import Blank
+from specheads.decoding.loop import decode
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.draft_tree import DraftTreeDrafter, SampledTreeDrafter
@@ -27,10 +30,14 @@ from specheads.models.checkpoint import KINDS as HEADS
 from specheads.models.heads import MedusaHeads
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import output_layer
+from specheads.verification.sampling import Sampler
 from tests.drafter_laws import check_deterministic, check_sampled
 from tests.drafters.test_draft_model import near
+from tests.elsewhere import elsewhere, place
+from tests.ragged import ROWS, padded
 from tests.zoo import VOCAB, build
 
+CPU = torch.device("cpu")
 MIXED = Tree.from_choices([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 0, 0)])
 WIDE = Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 BY_NODES = [0] + [1 + n / 20 for n in range(24)]
@@ -54,15 +61,29 @@ TAPPED = {
 }
 
 
-@cache
 def base(seed: int = 1, name: str = "llama") -> PreTrainedModel:
     """Return a base model; read only."""
-    return build(name, seed=seed)
+    return _base(seed, name, place())
 
 
 @cache
+def _base(seed: int, name: str, device: torch.device) -> PreTrainedModel:
+    return build(name, seed=seed).to(device)
+
+
 def random_heads(kind: str) -> tuple[Any, Any, Any]:
     """Return heads of ``llama`` that hit now and then, its output layer, and its embedding."""
+    heads = _placed_heads(kind, place())
+    return heads, output_layer(base()), embedding(base(), heads)
+
+
+@cache
+def _placed_heads(kind: str, device: torch.device) -> Any:
+    # a copy of the CPU's, which must be there: elsewhere other numbers are drawn
+    return _heads(kind) if device == CPU else deepcopy(_placed_heads(kind, CPU)).to(device)
+
+
+def _heads(kind: str) -> Any:
     model = base()
     torch.manual_seed(3)
     if kind.startswith("mtp"):
@@ -82,7 +103,7 @@ def random_heads(kind: str) -> tuple[Any, Any, Any]:
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(0.03 * torch.randn_like(parameter))
-    return heads.eval(), output_layer(model), embedding(model, heads)
+    return heads.eval()
 
 
 def of_heads(kind: str, shape: Tree | Grown = WIDE) -> Drafter:
@@ -91,10 +112,14 @@ def of_heads(kind: str, shape: Tree | Grown = WIDE) -> Drafter:
     return HeadsDrafter(heads, output, shape, embed)
 
 
-@cache
 def draft(noise: float) -> PreTrainedModel:
     """Return a model that often says what ``llama`` says."""
-    return near(base(), noise)
+    return _draft(noise, place())
+
+
+@cache
+def _draft(noise: float, device: torch.device) -> PreTrainedModel:
+    return near(_base(1, "llama", CPU), noise).to(device)
 
 
 def windowed(num_nodes: int = 0) -> Drafter:
@@ -112,7 +137,7 @@ def lazy() -> Drafter:
 
 def perfect() -> Drafter:
     """Return a hybrid with a draft model that says and draws what the base does."""
-    coupled = DraftModelDrafter(build("llama"), FixedLength(3), sampling="coupled")
+    coupled = DraftModelDrafter(build("llama").to(place()), FixedLength(3), sampling="coupled")
     return HybridDrafter([NgramDrafter(), coupled])
 
 
@@ -163,6 +188,20 @@ def test_the_laws_hold(name: str) -> None:
 def test_the_laws_of_samples_hold(name: str) -> None:
     """Prevents that samples spoil greedy decoding, caches, limits, or other rows."""
     assert check_sampled(base(), SAMPLED[name]) > 1.5
+
+
+@pytest.mark.parametrize("name", [*DETERMINISTIC, *SAMPLED])
+def test_no_tensor_is_left_on_the_cpu(name: str) -> None:
+    """One tensor on the CPU ends decoding on every GPU, of which the tests have none."""
+    made = {name: make for name, (make, _) in DETERMINISTIC.items()} | SAMPLED
+    found = []
+    for anywhere in (nullcontext(CPU), elsewhere()):
+        with anywhere as device:
+            given = {key: value.to(device) for key, value in padded(ROWS).items()}
+            for sampler in (Sampler(), Sampler(temperature=0.8, seed=3)):
+                result = decode(base(), made[name](), **given, max_new_tokens=9, sampler=sampler)
+                found.append([(row.new_tokens, row.accept_lengths) for row in result.rows])
+    assert found[:2] == found[2:]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

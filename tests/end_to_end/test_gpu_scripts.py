@@ -9,23 +9,29 @@ import pytest
 import torch
 
 from specheads.decoding import accept
+from specheads.measure.bench import Contest
+from specheads.measure.calibrate import Search, Texts, calibrate
+from specheads.measure.clock import Prompt
+from specheads.models.output import output_layer
 from tests import processes
+from tests.elsewhere import elsewhere
 from tests.script_modules import load_script
 
 gpu_check = load_script("gpu_check")
 bench_gpu = load_script("bench_gpu")
+harness = load_script("harness")
 
 
 def test_checks_pass_and_say_what_was_not_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The program meets a GPU for minutes, months after its last change: it must just run."""
-    names = ["identity/llama", "golden", "dynamic trees", "doors", "kv commit"]
+    names = ["identity/llama", "golden", "dynamic trees", "doors", "kv commit", "training"]
     names += ["compile", "several devices"]
     out = tmp_path / "new" / "check.json"
     assert gpu_check.main(["--device", "cpu", "--out", str(out), "--only", *names]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[-1] == "5 ok, 0 failed, 2 not run"
+    assert said[-1] == "6 ok, 0 failed, 2 not run"
     checks = json.loads(out.read_text())["checks"]
     assert [check["check"] for check in checks] == names
     assert all(check["detail"] for check in checks)
@@ -58,6 +64,33 @@ def test_failed_check_is_said_and_counted(
     assert gpu_check.main(["--device", "cpu", "--only", "memory", "kv commit"]) == 1
     said = capsys.readouterr().out
     assert "RuntimeError: nothing works on cpu" in said and "1 ok, 1 failed, 0 not run" in said
+
+
+@pytest.mark.parametrize("name", ["identity/llama", "doors", "kv commit"])
+def test_checks_pass_on_a_device_of_its_own(name: str) -> None:
+    """Trees that were cut for a text's end lay on the CPU, and no GPU decoded a static tree."""
+    with elsewhere() as device:
+        row = gpu_check.run_check(name, device)
+    assert row["status"] == "ok", row
+
+
+def test_trees_are_chosen_and_clocked_on_a_device_of_its_own() -> None:
+    """What only measures meets a GPU as late as the rest."""
+    with elsewhere() as device:
+        export = gpu_check.golden_export(device)
+        asked = [prompt.to(device) for prompt in gpu_check.PROMPTS]
+        found = calibrate(
+            export.base,
+            export.heads,
+            output_layer(export.base),
+            Texts(asked, max_new_tokens=8),
+            Search(max_nodes=6, repeats=1),
+        )
+        contest = Contest.of(export, 8)
+        methods = [contest.ours(), *contest.of_trees(export.heads, [found.tree])]
+        prompts = [Prompt(str(i), "", ids) for i, ids in enumerate(asked)]
+        rows = harness.measure_rows(export.base, methods, prompts, 0.0, repeats=1)
+    assert [(row["compared"], row["identical"]) for row in rows][1] == (3, 3)
 
 
 def test_identity_check_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
