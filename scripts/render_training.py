@@ -371,6 +371,19 @@ def features(read: Read) -> str:
     )
 
 
+def anchors(read: Read) -> str:
+    """Return what an anchor of block heads costs in training, beside a position of Hydra++."""
+    lines = [
+        f"{row['base']} | {row['arm'].replace('_plus', '++')} | {row['places_per_step']}"
+        f" | {row['step_ms']['median']:.0f} | {row['microseconds_per_place']['median']:,.0f}"
+        f" | {row['times_hydra_plus']:.2f} | {row['peak_bytes'] / MIB:,.0f}"
+        f" | {row['mask_bytes'] / MIB:.1f}"
+        for row in read("anchors")["rows"]
+    ]
+    head = "base | heads, anchors per row | places per step | ms per step | us per place"
+    return table(f"{head} | over Hydra++ | peak, MiB | of it a mask", lines)
+
+
 def zero(read: Read) -> str:
     """Return memory and time of ZeRO, and how far the predictions are off."""
     rows = read("zero")["rows"]
