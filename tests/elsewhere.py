@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+CPU = torch.device("cpu")
 DEVICE = torch.device("lazy", 0)  # known to torch, and used by nothing here
 _aten = torch.ops.aten
 # copies, and what asks the other tensor for its shape alone
@@ -62,10 +63,6 @@ class _Mode(TorchDispatchMode):
         return _run(func, args, dict(kwargs or {}))
 
 
-_CPU = torch.device("cpu")
-_active: list[torch.device] = []
-
-
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
     there = [each for each in given if isinstance(each, Elsewhere)]
@@ -80,7 +77,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             raise RuntimeError(f"{func} was given tensors on {DEVICE} and on the CPU")
     asked = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.device)]
     wraps = asked[0].type == DEVICE.type if asked else bool(there)
-    args, kwargs = tree_map_only(torch.device, lambda _: _CPU, (args, kwargs))
+    args, kwargs = tree_map_only(torch.device, lambda _: CPU, (args, kwargs))
     if func in (_aten.copy_.default, _aten.expand_as.default):
         wraps = isinstance(args[0], Elsewhere)
     known = {id(each.held): each for each in there}
@@ -95,7 +92,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def place() -> torch.device:
     """Return DEVICE within :func:`elsewhere`, and the CPU without."""
-    return _active[-1] if _active else _CPU
+    return DEVICE if isinstance(_get_current_dispatch_mode(), _Mode) else CPU
 
 
 @contextmanager
@@ -103,10 +100,8 @@ def elsewhere() -> Iterator[torch.device]:
     """Make DEVICE usable: tensors are made on it and moved to and from it."""
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(device=...) moves what it made, then
-    _active.append(DEVICE)
     try:
         with _Mode():
             yield DEVICE
     finally:
-        _active.pop()
         torch._C._set_only_lift_cpu_tensors(before)

@@ -33,11 +33,10 @@ from specheads.models.output import output_layer
 from specheads.verification.sampling import Sampler
 from tests.drafter_laws import check_deterministic, check_sampled
 from tests.drafters.test_draft_model import near
-from tests.elsewhere import elsewhere, place
+from tests.elsewhere import CPU, elsewhere, place
 from tests.ragged import ROWS, padded
 from tests.zoo import VOCAB, build
 
-CPU = torch.device("cpu")
 MIXED = Tree.from_choices([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 0, 0)])
 WIDE = Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 BY_NODES = [0] + [1 + n / 20 for n in range(24)]

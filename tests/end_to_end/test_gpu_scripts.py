@@ -74,6 +74,12 @@ def test_checks_pass_on_a_device_of_its_own(name: str) -> None:
     assert row["status"] == "ok", row
 
 
+def test_chains_are_decoded_on_a_device_of_its_own() -> None:
+    """Where a model takes no tree, its first chain is cut from one."""
+    with elsewhere() as device:
+        assert gpu_check.identity("bloom", device)
+
+
 def test_trees_are_chosen_and_clocked_on_a_device_of_its_own() -> None:
     """What only measures meets a GPU as late as the rest."""
     with elsewhere() as device:

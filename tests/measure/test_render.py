@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from specheads.measure.render import bench_text
 from tests.script_modules import ROOT, load_script
 
 render: Any = load_script("render")
@@ -148,3 +149,11 @@ def test_the_same_figures_draw_the_same_files(tmp_path: Path) -> None:
     assert page.read_text() == (ROOT / "README.md").read_text() and len(first) == 3
     render.render(render.FOLDER, tmp_path, [page])
     assert all(path.read_bytes() == found for path, found in first.items())
+
+
+def test_a_bench_of_plain_decoding_and_heads_alone_is_printed() -> None:
+    """Without generate or T=0.7 the table ended in a traceback behind minutes of measuring."""
+    found = json.loads((ROOT / "benchmarks" / "smollm2_block" / "questions.json").read_text())
+    assert found["headline"] is None
+    said = bench_text(found)
+    assert "tree_dynamic" in said and "Headline" not in said
