@@ -91,6 +91,7 @@ class Plan:
             ``top_k`` k, and ``vocab_size`` V, the tokens that were chosen from.
         lengths: the number of tokens of each document.
         shards: the files, in order.
+        asked: of the hidden states those that are given back, in this order.
     """
 
     kind: str
@@ -99,6 +100,7 @@ class Plan:
     settings: dict[str, Any]
     lengths: list[int]
     shards: list[Shard]
+    asked: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -198,6 +200,8 @@ def plan_features(
 ) -> Plan:
     """Lay a feature cache out before anything is run, or read the layout of the one that is there.
 
+    One that holds other hidden states beside those of ``taps`` serves as well.
+
     Args:
         folder: the cache's folder.
         documents: what the run trains on, in order.
@@ -218,7 +222,8 @@ def plan_features(
     if tuple(taps) != (FINAL,):  # of the final ones alone the index says what it always said
         settings["taps"], made_of["taps"] = list(taps), ", ".join(taps)
     lengths = [len(document.input_ids) for document in documents]
-    return _laid_out(Plan("features", Path(folder).expanduser(), made_of, settings, lengths, []))
+    place = Path(folder).expanduser()
+    return _laid_out(Plan("features", place, made_of, settings, lengths, [], tuple(taps)))
 
 
 def plan_top_logits(
@@ -278,7 +283,9 @@ def _stored_places(plan: Plan) -> list[tuple[str, tuple[int, int]]]:
     path = plan.folder / INDEX
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        there = dict(values["made_of"])
+        there, held = dict(values["made_of"]), values.get("taps")
+        if held and set(plan.asked) <= set(held):
+            plan.settings["taps"], plan.made_of["taps"] = held, there["taps"]
         found = [
             (str(shard["file"]), (int(first), int(stop)))
             for shard in values["shards"]
@@ -550,8 +557,8 @@ class TeacherCache:
         """Return what is stored for a document, by its number.
 
         Returns:
-            ``hidden`` [n, taps * d] in the base's dtype, or ``teacher_ids`` [n, k] int64, best
-            first, and ``teacher_log_probs`` [n, k] float32.
+            ``hidden`` [n, asked taps * d] in the base's dtype, or ``teacher_ids`` [n, k] int64,
+            best first, and ``teacher_log_probs`` [n, k] float32.
         """
         number, start = self._places[document]
         rows = slice(start, start + self.plan.lengths[document])
@@ -559,10 +566,11 @@ class TeacherCache:
         if self.plan.kind != "features":
             return {"teacher_ids": stored["ids"].long(), "teacher_log_probs": stored["log_probs"]}
         states = stored["hidden"].to(getattr(torch, self.plan.settings["given_as"]))
+        per_tap = states.view(len(states), len(self.plan.taps), -1)
         if "scale" in stored:
-            per_tap = states.view(len(states), len(self.plan.taps), -1)
             per_tap.mul_(stored["scale"].view(len(states), -1, 1))
-        return {"hidden": states}
+        at = [self.plan.taps.index(tap) for tap in self.plan.asked]
+        return {"hidden": per_tap[:, at].flatten(1)}
 
     def rows(self, places: Sequence[Sequence[int]], seq_len: int) -> Batch:
         """Lay the documents of each row one after the other, as ``pack.collate`` does.

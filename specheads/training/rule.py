@@ -178,16 +178,14 @@ def _features(
     output = OutputLayer(base.get_output_embeddings())
     with torch.device("meta"):  # for what they read; nothing is drawn and nothing takes memory
         taps = heads_of(cfg.heads, base, output).taps
-    root, dtype = Path(cfg.run_dir).parent / "features", cfg.features.dtype
+    root = Path(cfg.run_dir).parent / "features"
     made_of = teacher_cache.computed_by(cfg.model, cfg.autocast)
-    width = output.weight.shape[1]
-    numbers: dict[str, Any] = {"hidden_size": width, "given_as": base.dtype, "dtype": dtype}
-    numbers["taps"] = with_final(taps)
+    numbers: dict[str, Any] = {"hidden_size": output.weight.shape[1], "given_as": base.dtype}
+    numbers |= {"dtype": cfg.features.dtype, "taps": with_final(taps)}
     plan = teacher_cache.plan_features(root / "none", packed.documents, made_of, **numbers)
     folder = root / json_digest(plan.made_of).hex()[:12]
     size = teacher_cache.readable(plan.num_bytes)
-    whole = root.absolute()
-    free = shutil.disk_usage(next(each for each in whole.parents if each.exists())).free
+    free = shutil.disk_usage(next(each for each in root.absolute().parents if each.exists())).free
     if not folder.exists() and plan.num_bytes > DISK_SHARE * free:
         return "", f"{size} is too much for a disk with {teacher_cache.readable(free)} free"
     return str(folder), size

@@ -533,7 +533,10 @@ def _config(model: Path, folder: Path, **changed: Any) -> TrainConfig:
 def test_states_of_several_layers_lie_side_by_side(
     dtype: str, tiny_llama: PreTrainedModel, tmp_path: Path
 ) -> None:
-    """Heads trained on another layer's states guess worse, and nothing says why."""
+    """Heads trained on another layer's states guess worse, and nothing says why.
+
+    A cache that holds more than is asked for gives what is asked for, in the asker's order.
+    """
     taps, documents = ("layer.0", TRUNK, FINAL), _documents()
     plan = _plan(tmp_path, documents, tiny_llama, dtype=dtype, taps=taps)
     cache = _write(plan, documents, tiny_llama)
@@ -541,7 +544,13 @@ def test_states_of_several_layers_lie_side_by_side(
     assert 0 < on_disk - plan.num_bytes < 600 * len(plan.shards)
     assert _plan(tmp_path, documents, tiny_llama, dtype=dtype, taps=taps).missing() == []
     with pytest.raises(ConfigError, match="was made with another taps"):
-        _plan(tmp_path, documents, tiny_llama, dtype=dtype)
+        _plan(tmp_path, documents, tiny_llama, dtype=dtype, taps=("layer.1", FINAL))
+    for asked in ((FINAL,), (FINAL, "layer.0")):
+        part = _plan(tmp_path, documents, tiny_llama, dtype=dtype, taps=asked)
+        assert part.missing() == []
+        whole = cache[3]["hidden"].unflatten(1, (len(taps), -1))
+        wanted = torch.cat([whole[:, taps.index(tap)] for tap in asked], 1)
+        assert torch.equal(TeacherCache(part)[3]["hidden"], wanted)
     size = tiny_llama.config.hidden_size
     for i, document in enumerate(documents[:5]):
         ids = torch.from_numpy(document.input_ids).long()[None]
