@@ -5,7 +5,8 @@
 Both train from stored hidden states, which are random here: no time depends on them. Steps of all
 arms are taken in turn in one process, forward, backward and optimizer. Memory is the most that
 tensors occupy at one time in a step, as the allocator counts; how it grows from one number of
-anchors to the next is shown beside what the mask of a block layer needs for as many.
+anchors to the next is shown beside what the mask of a block layer needs for as many. Operations are
+those of products and attention in a step, as torch counts them.
 """
 
 import statistics
@@ -17,6 +18,7 @@ from typing import Any
 
 import harness
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from specheads.config import TrainConfig
 from specheads.config.compose import composed
@@ -142,6 +144,9 @@ def measure(name: str, given: Settings) -> list[dict[str, Any]]:
         per_position = per_position or statistics.median(each)
         peak, _ = harness.allocator_peak(arm.start)
         slots = getattr(arm.heads, "num_slots", 0)
+        step = arm.start()
+        with FlopCounterMode(display=False) as counter:
+            step()
         rows.append(
             {
                 "base": name,
@@ -150,6 +155,7 @@ def measure(name: str, given: Settings) -> list[dict[str, Any]]:
                 "step_ms": harness.spread([1e3 * second for second in seconds]),
                 "microseconds_per_place": harness.spread(each),
                 "times_hydra_plus": statistics.median(each) / per_position,
+                "operations_per_place": counter.get_total_flops() / arm.places,
                 "peak_bytes": peak,
                 "mask_bytes": mask_bytes(slots, arm.places, given),
             }

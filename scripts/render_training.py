@@ -376,12 +376,32 @@ def anchors(read: Read) -> str:
     lines = [
         f"{row['base']} | {row['arm'].replace('_plus', '++')} | {row['places_per_step']}"
         f" | {row['step_ms']['median']:.0f} | {row['microseconds_per_place']['median']:,.0f}"
-        f" | {row['times_hydra_plus']:.2f} | {row['peak_bytes'] / MIB:,.0f}"
+        f" | {row['times_hydra_plus']:.2f} | {row['operations_per_place'] / 1e6:,.0f}"
+        f" | {row['peak_bytes'] / MIB:,.0f}"
         f" | {row['mask_bytes'] / MIB:.1f}"
         for row in read("anchors")["rows"]
     ]
     head = "base | heads, anchors per row | places per step | ms per step | us per place"
-    return table(f"{head} | over Hydra++ | peak, MiB | of it a mask", lines)
+    return table(f"{head} | over Hydra++ | MFLOP per place | peak, MiB | of it a mask", lines)
+
+
+def ablation(read: Read) -> str:
+    """Return the accept lengths of block heads with one thing changed at a time."""
+    shapes, by_row = ("chain", "tree_8", "tree_16", "tree_24"), dict[str, list[Bench]]()
+    for row in read("block_ablation")["rows"]:
+        by_row.setdefault(row["row"], []).append(row["accept"])
+    lines = []
+    for name, seeds in by_row.items():
+        lengths = [
+            spread([each[heat][shape]["accept_length"] for each in seeds])
+            for heat in ("t0", "t1")
+            for shape in shapes
+        ]
+        lines.append(
+            f"{name} | {' | '.join(lengths)} | {seeds[0]['parameters'] / 1e6:.1f} M | {len(seeds)}"
+        )
+    each = " | ".join(["chain", "8 nodes", "16", "24"])
+    return table(f"heads | T=0: {each} | T=1: {each} | parameters | seeds", lines)
 
 
 def zero(read: Read) -> str:
