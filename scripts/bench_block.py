@@ -29,7 +29,7 @@ from specheads.models.blocks import ZeroLinear
 from specheads.models.checkpoint import read_config
 from specheads.system import hardware
 
-STEPS = 600
+STEPS = 300
 SEEDS = (0, 1, 2)
 TEMPERATURES = (0.0, 1.0)
 MAX_NEW_TOKENS = 128
@@ -59,7 +59,7 @@ class Settings:
     """
 
     runs: Path = harness.ROOT / "runs" / "block"
-    out: Path = harness.ROOT / "benchmarks" / "tinycode_block.json"
+    out: Path = harness.ROOT / "benchmarks" / "block_ablation.json"
     answers: Path = harness.ROOT / "runs" / "own_answers.jsonl"
     rows: tuple[str, ...] = ()
     num_prompts: int = 48
@@ -140,7 +140,7 @@ def measure(folder: Path, num_prompts: int) -> dict[str, Any]:
     grown = [
         (n, exported_drafter(export, DecodeConfig(tree="dynamic", num_nodes=n))) for n in NUM_NODES
     ]
-    methods = [contest.ours(), chain, *(contest.ours(f"tree_{n}", each, n) for n, each in grown)]
+    methods = [chain, *(contest.ours(f"tree_{n}", each, n) for n, each in grown)]
     found = harness.accept_lengths(methods, prompts, TEMPERATURES)
     return {"parameters": num_parameters(export.heads), **found}
 

@@ -1,11 +1,11 @@
 """Every kind of drafter on equal terms: the same base, texts, stored hidden states and minutes.
 
 Each kind is trained for as many minutes, by the pace of a few steps on this machine, with the best
-of three learning rates, which runs of a few minutes choose; the best kinds with three seeds. Kinds
-that read the same hidden states share one store of them, made once. Chains and trees grown in each
-step are decoded and counted on half of the questions; on them each kind's shape is chosen, the one
-with the most tokens per second. The other half, which no setting was looked at on, is what the
-clock and the table's accept lengths are of.
+of three learning rates, which runs of a few minutes choose; the best kinds with three seeds. All
+read one store of hidden states, made once. Chains and trees grown in each step are decoded on a
+quarter of the questions; on them each kind's shape is chosen, the one with the most tokens per
+second. Half of the questions, which no setting was looked at on, is what the clock and the table's
+accept lengths are of.
 
 What is finished lies in a file of its own (``--out``, a cell for each kind and seed) and is not
 made again, so that the script can be stopped and started:
@@ -15,9 +15,7 @@ made again, so that the script can be stopped and started:
     python scripts/bench_equal.py --base tinycode
 """
 
-import gzip
 import json
-import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +27,8 @@ import torch
 from omegaconf import OmegaConf
 
 from specheads.attention.tree import Tree
-from specheads.config import DecodeConfig
+from specheads.config import DecodeConfig, TrainConfig
+from specheads.config.compose import composed
 from specheads.decoding.exported import (
     Subject,
     choose_drafter,
@@ -42,6 +41,8 @@ from specheads.measure.clock import Method, Prompt, prompts_of
 from specheads.models.base import load_config
 from specheads.models.checkpoint import read_config
 from specheads.system import hardware
+from specheads.training.setup import heads_of, load_base, load_data, read_data
+from specheads.training.teachers import cached_features
 
 CHAIN, NUM_NODES = "chain", (8, 16, 32)
 DEPTH = 5  # of chains, and heads that every kind has
@@ -63,7 +64,7 @@ class Settings:
         base: smollm2 or tinycode
         kinds: only these
         seeds: of the runs
-        num_prompts: half of them choose the shapes, half are reported on
+        num_prompts: half of them are reported on, a quarter chooses the shapes
         train_only: measure later, when it is quiet
         out: folder of the cells
     """
@@ -107,23 +108,20 @@ class Kind:
         name: of its row.
         words: the recipe, and what makes it this kind.
         muon: trained with Muon; else as its recipe says.
-        store: of the hidden states that it reads.
     """
 
     name: str
     words: tuple[str, ...]
-    store: str = "final"
     muon: bool = True
 
 
-def bases(runs: Path) -> dict[str, Base]:
-    """Return the bases; SmolLM2's texts are the committed ones, unpacked into ``runs``."""
-    answers = runs / "answers.jsonl"
+def bases() -> dict[str, Base]:
+    """Return the bases."""
     data = harness.ROOT / "data"
     return {
         "smollm2": Base(
             (10, 2),
-            ("model=smollm2", "data=jsonl", f"data.path={answers}"),
+            ("model=smollm2", "data=jsonl", f"data.path={data / 'real' / 'answers.jsonl.gz'}"),
             8192,
             (("1e-3", "2e-3", "4e-3"), ("3e-4", "1e-3", "3e-3")),
             data / "real" / "questions.jsonl",
@@ -155,10 +153,10 @@ def kinds(base: Base) -> list[Kind]:
             ("+recipe=mtp_finetune", f"mtp.num_heads={DEPTH + 1}", "mtp.variant=sequential"),
             muon=False,
         ),
-        Kind("eagle3", ("+recipe=eagle3", heads, *own), "eagle3"),
-        Kind("dflash", ("+recipe=dflash", heads, *shared), "published"),
-        Kind("dspark", ("+recipe=dspark", heads, *shared), "published"),
-        Kind("block", ("+recipe=block", heads, *shared), "joined"),
+        Kind("eagle3", ("+recipe=eagle3", heads, *own)),
+        Kind("dflash", ("+recipe=dflash", heads, *shared)),
+        Kind("dspark", ("+recipe=dspark", heads, *shared)),
+        Kind("block", ("+recipe=block", heads, *shared)),
         Kind(DRAFT, ("+recipe=distill", *base.draft)),
     ]
 
@@ -168,7 +166,30 @@ def words_of(kind: Kind, base: Base, runs: Path) -> list[str]:
     given = [*kind.words, *base.data, *(HEADS if kind.muon else HEADS[3:])]
     if kind.name == DRAFT:
         return [word for word in given if not word.startswith("tree.")]
-    return [*given, f"features.dir={runs / 'features' / kind.store}", "autocast=bfloat16"]
+    stored = f"features.dir={runs / 'features'}", "features.dtype=bfloat16"
+    return [*given, *stored, "autocast=bfloat16"]
+
+
+def store(base: Base, runs: Path) -> None:
+    """Store the hidden states that all kinds read, unless they are there."""
+    readers = [kind for kind in kinds(base) if kind.name not in (DRAFT, "mtp")]
+    words = ["steps=1", f"run_dir={runs / 'unused'}", "optim.lr=1e-3"]
+    asked = [composed("train", TrainConfig, [*words_of(k, base, runs), *words]) for k in readers]
+    model, output, tokenizer = load_base(asked[0])
+    taps = dict.fromkeys(tap for cfg in asked for tap in heads_of(cfg.heads, model, output).taps)
+    data = load_data(asked[0], model, tokenizer, train_base=False, read=read_data(asked[0]))
+    cached_features(asked[0], model, data, Told(), list(taps))
+
+
+class Told:
+    """What a store's progress is told to."""
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        print(text, flush=True)
+
+    def doing(self, what: str, share: float = 0.0) -> None:
+        """Pass over what is said many times a second."""
 
 
 def seconds_per_step(run: Path) -> float:
@@ -183,7 +204,7 @@ def trained(
     kind: Kind, given: Settings, rate: str, minutes: float, seed: int
 ) -> tuple[Path, dict[str, Any]]:
     """Train a kind for some minutes, and say how many steps these were."""
-    base, runs = bases(given.runs)[given.base], given.runs / given.base
+    base, runs = bases()[given.base], given.runs / given.base
     words = words_of(kind, base, runs)
     probe = runs / f"{kind.name}-probe"
     harness.train(probe, [*words, f"optim.lr={rate}", f"steps={PROBE}", "optim.warmup_steps=1"])
@@ -194,8 +215,8 @@ def trained(
 
 
 def opened(kind: Kind, export: Path, given: Settings, *, first: bool) -> "Contender":
-    """Load what was trained, and the half of the questions that chooses or is reported on."""
-    base = bases(given.runs)[given.base]
+    """Load what was trained, and the questions that choose a shape or are reported on."""
+    base = bases()[given.base]
     decode = DecodeConfig()
     if kind.name == DRAFT:
         subject = load_subject(given.base, dtype="bfloat16")
@@ -205,7 +226,9 @@ def opened(kind: Kind, export: Path, given: Settings, *, first: bool) -> "Conten
     found, _ = prompts_of(
         subject.base, subject.tokenizer, base.questions, given.num_prompts, given.max_new_tokens
     )
-    return Contender(kind, subject, decode, found[0 if first else 1 :: 2], given.max_new_tokens)
+    found.sort(key=lambda prompt: prompt.kind)  # so that each part has as many of every kind
+    some = found[0::4] if first else found[1::2]
+    return Contender(kind, subject, decode, some, given.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -278,13 +301,13 @@ def best(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 def chosen_rate(kind: Kind, given: Settings) -> tuple[str, dict[str, float]]:
     """Return the learning rate whose short run accepts most, and what each of them gave."""
-    base = bases(given.runs)[given.base]
+    base = bases()[given.base]
     tried = {}
     for rate in base.rates[0 if kind.muon else 1]:
         export, _ = trained(kind, given, rate, base.minutes[1], given.seeds[0])
 
         def length(export: Path = export) -> float:
-            one = opened(kind, export, replace(given, num_prompts=24), first=True)
+            one = opened(kind, export, given, first=True)
             found = harness.accept_lengths([one.shapes()[CHAIN]], one.prompts, TEMPERATURES)
             return statistics.mean(of[CHAIN]["accept_length"] for of in found.values())
 
@@ -294,7 +317,7 @@ def chosen_rate(kind: Kind, given: Settings) -> tuple[str, dict[str, float]]:
 
 def cell(kind: Kind, given: Settings, seed: int) -> dict[str, Any]:
     """Measure what was trained of a kind with a seed; the shape is chosen on other questions."""
-    base = bases(given.runs)[given.base]
+    base = bases()[given.base]
     rate, tried = chosen_rate(kind, given)
     export, length = trained(kind, given, rate, base.minutes[0], seed)
     choosing = opened(kind, export, given, first=True)
@@ -324,14 +347,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = harness.parse(Settings, argv)
     given.runs.mkdir(parents=True, exist_ok=True)
     (given.runs / given.base).mkdir(exist_ok=True)
-    answers = given.runs / "answers.jsonl"
-    if given.base == "smollm2" and not answers.exists():
-        packed = harness.ROOT / "data" / "real" / "answers.jsonl.gz"
-        with gzip.open(packed) as source, answers.open("wb") as sink:
-            shutil.copyfileobj(source, sink)
-    base = bases(given.runs)[given.base]
+    base = bases()[given.base]
     hardware.pin_threads(0)
     torch.manual_seed(0)
+    store(base, given.runs / given.base)
     for kind in kinds(base):
         if given.kinds and kind.name not in given.kinds:
             continue
