@@ -285,7 +285,7 @@ def _stored_places(plan: Plan) -> list[tuple[str, tuple[int, int]]]:
         values = json.loads(path.read_text(encoding="utf-8"))
         there, held = dict(values["made_of"]), values.get("taps")
         if held and set(plan.asked) <= set(held):
-            plan.settings["taps"], plan.made_of["taps"] = held, there["taps"]
+            plan.settings["taps"], plan.made_of["taps"] = held, ", ".join(held)
         found = [
             (str(shard["file"]), (int(first), int(stop)))
             for shard in values["shards"]

@@ -551,6 +551,12 @@ def test_states_of_several_layers_lie_side_by_side(
         whole = cache[3]["hidden"].unflatten(1, (len(taps), -1))
         wanted = torch.cat([whole[:, taps.index(tap)] for tap in asked], 1)
         assert torch.equal(TeacherCache(part)[3]["hidden"], wanted)
+    index = tmp_path / "index.json"
+    told = index.read_text()
+    index.write_text(json.dumps({**json.loads(told), "taps": [FINAL, TRUNK, "layer.0"]}))
+    with pytest.raises(ConfigError, match="was made with another taps"):
+        _plan(tmp_path, documents, tiny_llama, dtype=dtype, taps=(FINAL,))
+    index.write_text(told)
     size = tiny_llama.config.hidden_size
     for i, document in enumerate(documents[:5]):
         ids = torch.from_numpy(document.input_ids).long()[None]
