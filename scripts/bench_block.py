@@ -10,7 +10,6 @@ and started.
     python scripts/bench_block.py
 """
 
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -162,13 +161,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = read_config(export)
         path = export.parent / f"accept-{given.num_prompts}.json"
         accept = harness.kept(path, partial(measure, export, given.num_prompts))
-        speed = [line["train/tokens_per_second"] for line in harness.clocked_lines(export.parent)]
         found.append(
             {
                 "row": row.name,
                 "seed": seed,
                 "overrides": list(row.overrides),
-                "training_tokens_per_second": statistics.median(speed),
                 "heldout": config["training"]["heldout"],
                 "accept": accept,
             }

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import harness
 import torch
+from bench_step import FORWARD, HEADS, Phases
 from omegaconf import OmegaConf
 
 from specheads.attention.tree import Tree
@@ -36,20 +37,25 @@ from specheads.decoding.exported import (
     load_subject,
     num_parameters,
 )
+from specheads.decoding.loop import decode
+from specheads.drafters.contract import Drafter
+from specheads.drafters.heads import static_drafter
 from specheads.measure.bench import Contest
 from specheads.measure.clock import Method, Prompt, prompts_of
-from specheads.models.base import load_config
+from specheads.models.base import end_tokens, load_config
 from specheads.models.checkpoint import read_config
+from specheads.models.output import output_layer
 from specheads.system import hardware
 from specheads.training.setup import heads_of, load_base, load_data, read_data
 from specheads.training.teachers import cached_features
 
 CHAIN, NUM_NODES = "chain", (8, 16, 32)
 DEPTH = 5  # of chains, and heads that every kind has
+PROFILED = 6  # questions on which the parts of a step are clocked
 TEMPERATURES = (0.0, 1.0)
 PROBE = 12  # steps whose pace decides how many fit into the minutes
-DRAFT = "draft"
-HEADS = (
+DRAFT, LOOKUP = "draft", "prompt_lookup"
+TRAINING = (
     *("optim=muon", "optim.schedule=wsd", "optim.decay_fraction=0.5", "data.rows=8"),
     *("evaluate.num_prompts=2", "evaluate.minutes=0.1", "log.every=1", "log.wandb=disabled"),
     f"tree.num_nodes={NUM_NODES[0]}",
@@ -163,7 +169,7 @@ def kinds(base: Base) -> list[Kind]:
 
 def words_of(kind: Kind, base: Base, runs: Path) -> list[str]:
     """Return the settings of a kind's trainings, but for steps, seed and learning rate."""
-    given = [*kind.words, *base.data, *(HEADS if kind.muon else HEADS[3:])]
+    given = [*kind.words, *base.data, *(TRAINING if kind.muon else TRAINING[3:])]
     if kind.name == DRAFT:
         return [word for word in given if not word.startswith("tree.")]
     stored = f"features.dir={runs / 'features'}", "features.dtype=bfloat16"
@@ -216,19 +222,33 @@ def trained(
 
 def opened(kind: Kind, export: Path, given: Settings, *, first: bool) -> "Contender":
     """Load what was trained, and the questions that choose a shape or are reported on."""
-    base = bases()[given.base]
     decode = DecodeConfig()
     if kind.name == DRAFT:
         subject = load_subject(given.base, dtype="bfloat16")
         decode = replace(decode, drafter="draft", draft=str(export))
     else:
         subject = load_subject(str(export), dtype="bfloat16")
-    found, _ = prompts_of(
-        subject.base, subject.tokenizer, base.questions, given.num_prompts, given.max_new_tokens
-    )
+    some = questions(subject, given, first=first)
+    return Contender(subject, decode, some, given.max_new_tokens)
+
+
+def questions(subject: Subject, given: Settings, *, first: bool) -> list[Prompt]:
+    """Return the questions that choose a shape, or those that are reported on."""
+    path, count, limit = bases()[given.base].questions, given.num_prompts, given.max_new_tokens
+    found, _ = prompts_of(subject.base, subject.tokenizer, path, count, limit)
     found.sort(key=lambda prompt: prompt.kind)  # so that each part has as many of every kind
-    some = found[0::4] if first else found[1::2]
-    return Contender(kind, subject, decode, some, given.max_new_tokens)
+    return found[0::4] if first else found[1::2]
+
+
+def copied(given: Settings) -> dict[str, Any]:
+    """Clock prompt lookup, which trains nothing, on the questions that are reported on."""
+    subject = load_subject(given.base, dtype="bfloat16")
+    contest = Contest.of(subject, given.max_new_tokens)
+    methods = [each for each in contest.baselines() if each.name == LOOKUP]
+    asked = questions(subject, given, first=False)
+    return {
+        "rows": Contender(subject, DecodeConfig(), asked, contest.max_new_tokens).clocked(methods)
+    }
 
 
 @dataclass(frozen=True)
@@ -236,14 +256,12 @@ class Contender:
     """A drafter that was loaded, and the questions that it is asked.
 
     Attributes:
-        kind: of drafter.
         subject: its base, with its heads where it has any.
         decode: the draft model, if it is one.
         prompts: the questions.
         limit: new tokens of each.
     """
 
-    kind: Kind
     subject: Subject
     decode: DecodeConfig
     prompts: Sequence[Prompt]
@@ -257,9 +275,9 @@ class Contender:
             return num_parameters(export.heads)
         return choose_drafter(self.subject, self.decode).extra_parameters
 
-    def shapes(self) -> dict[str, Method]:
-        """Return every shape of its guesses, by name."""
-        contest, export = Contest.of(self.subject, self.limit), self.subject.export
+    def shapes(self) -> Mapping[str, tuple[Drafter, int]]:
+        """Return what drafts with every shape of its guesses, and the most nodes of a step."""
+        export = self.subject.export
         if export is None:
             chain = replace(self.decode, draft_tokens=DEPTH)
             found = {CHAIN: (chain, DEPTH + 1)} | {
@@ -267,14 +285,37 @@ class Contender:
                 for n in NUM_NODES
             }
             return {
-                name: contest.ours(name, choose_drafter(self.subject, asked).drafter, nodes)
+                name: (choose_drafter(self.subject, asked).drafter, nodes)
                 for name, (asked, nodes) in found.items()
             }
-        depth = min(DEPTH, export.heads.num_heads)
-        (chain,) = contest.of_trees(export.heads, [Tree.chain(depth)])
-        trees = {n: exported_drafter(export, DecodeConfig(num_nodes=n)) for n in NUM_NODES}
-        grown = {f"tree_{n}": contest.ours(f"tree_{n}", each, n) for n, each in trees.items()}
-        return {CHAIN: replace(chain, name=CHAIN)} | grown
+        heads, output = export.heads, output_layer(export.base)
+        tree = Tree.chain(min(DEPTH, heads.num_heads))
+        straight = static_drafter(export.base, heads, output, tree)
+        grown = {n: exported_drafter(export, DecodeConfig(num_nodes=n)) for n in NUM_NODES}
+        return {CHAIN: (straight, tree.num_nodes)} | {f"tree_{n}": (d, n) for n, d in grown.items()}
+
+    def methods(self, *names: str) -> list[Method]:
+        """Return shapes as methods of a bench: those named, in this order, or all."""
+        contest, shapes = Contest.of(self.subject, self.limit), self.shapes()
+        return [contest.ours(name, *shapes[name]) for name in names or shapes]
+
+    def parts(self, shape: str) -> dict[str, float]:
+        """Return the milliseconds of the base, the guesses and the loop in a greedy step."""
+        (drafter, _), base = self.shapes()[shape], self.subject.base
+        phases, ends = Phases(base.device), end_tokens(base, self.subject.tokenizer)
+        for prompt in self.prompts[:PROFILED]:
+            with phases.watching(base, drafter):
+                decode(
+                    base, drafter, prompt.input_ids, max_new_tokens=self.limit, eos_token_ids=ends
+                )
+        guesses = ("propose", "observe", HEADS)
+        parts = [
+            {"base": step[FORWARD], "guesses": sum(step[name] for name in guesses)}
+            | {"step": step["step"]}
+            for step in phases.steps
+        ]
+        found = {key: 1e3 * statistics.median(each[key] for each in parts) for key in parts[0]}
+        return {**found, "loop": found["step"] - found["base"] - found["guesses"]}
 
     def clocked(self, methods: Sequence[Method]) -> dict[str, list[dict[str, Any]]]:
         """Clock plain decoding and shapes in turn; return rows of bench.json by temperature."""
@@ -308,7 +349,7 @@ def chosen_rate(kind: Kind, given: Settings) -> tuple[str, dict[str, float]]:
 
         def length(export: Path = export) -> float:
             one = opened(kind, export, given, first=True)
-            found = harness.accept_lengths([one.shapes()[CHAIN]], one.prompts, TEMPERATURES)
+            found = harness.accept_lengths(one.methods(CHAIN), one.prompts, TEMPERATURES)
             return statistics.mean(of[CHAIN]["accept_length"] for of in found.values())
 
         tried[rate] = harness.kept(export.parent / "accept_length.json", length)
@@ -321,11 +362,11 @@ def cell(kind: Kind, given: Settings, seed: int) -> dict[str, Any]:
     rate, tried = chosen_rate(kind, given)
     export, length = trained(kind, given, rate, base.minutes[0], seed)
     choosing = opened(kind, export, given, first=True)
-    shapes = choosing.shapes()
-    counted = choosing.clocked(list(shapes.values()))
+    counted = choosing.clocked(choosing.methods())
     shape = best(counted)
     reported = opened(kind, export, given, first=False)
-    rows = reported.clocked([reported.shapes()[shape]])
+    rows = reported.clocked(reported.methods(shape))
+    chain = harness.accept_lengths(reported.methods(CHAIN), reported.prompts, TEMPERATURES)
     taps = read_config(export).get("form", {}).get("taps", [-1]) if kind.name != DRAFT else []
     width = load_config(given.base).hidden_size
     stored = {*taps, -1} if taps else set()
@@ -339,6 +380,8 @@ def cell(kind: Kind, given: Settings, seed: int) -> dict[str, Any]:
         "shape": shape,
         "chosen_on": counted,
         "rows": rows,
+        "chain": {heat: figures[CHAIN] for heat, figures in chain.items()},
+        "parts_ms": reported.parts(shape),
     }
 
 
@@ -350,6 +393,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     base = bases()[given.base]
     hardware.pin_threads(0)
     torch.manual_seed(0)
+    beside = given.out / given.base / f"{LOOKUP}.json"
+    if not (given.train_only or beside.is_file()):
+        harness.write(beside, harness.report(given, **copied(given)))
     store(base, given.runs / given.base)
     for kind in kinds(base):
         if given.kinds and kind.name not in given.kinds:

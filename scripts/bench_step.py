@@ -35,6 +35,7 @@ from specheads.attention.cache import TreeCache
 from specheads.attention.tree import default_tree
 from specheads.decoding import loop
 from specheads.decoding.result import Output
+from specheads.drafters.contract import Drafter
 from specheads.drafters.heads import HeadsDrafter
 from specheads.measure.clock import Prompt, now
 from specheads.models import forward
@@ -154,7 +155,7 @@ class Phases:
     def watching(
         self,
         base: PreTrainedModel,
-        drafter: HeadsDrafter,
+        drafter: Drafter,
         *,
         compile: bool = False,
     ) -> Iterator[None]:
@@ -165,13 +166,10 @@ class Phases:
             drafter: that decodes.
             compile: the passes are compiled ones.
         """
-        snapshot, compiled_forward = drafter.heads.snapshot, forward._compiled_forward
+        compiled_forward = forward._compiled_forward
 
         def clocked_forward(mode: str | None) -> Callable[..., Tensor]:
             return self.timed(FORWARD, compiled_forward(mode))
-
-        def clocked_snapshot(output: OutputLayer) -> Callable[[Tensor], Tensor]:
-            return self.timed(HEADS, snapshot(output))
 
         places: list[tuple[Any, str, str]] = [
             (loop, "propose", "propose"),
@@ -191,7 +189,13 @@ class Phases:
             for owner, attribute, name in places:
                 clocked = self.timed(name, getattr(owner, attribute))
                 stack.enter_context(patch.object(owner, attribute, clocked))
-            stack.enter_context(patch.object(drafter.heads, "snapshot", clocked_snapshot))
+            if isinstance(drafter, HeadsDrafter):
+                snapshot = drafter.heads.snapshot
+
+                def clocked_snapshot(output: OutputLayer) -> Callable[[Tensor], Tensor]:
+                    return self.timed(HEADS, snapshot(output))
+
+                stack.enter_context(patch.object(drafter.heads, "snapshot", clocked_snapshot))
             stack.enter_context(patch.object(forward, "_compiled_forward", clocked_forward))
             yield
         self._step = None  # nothing tells where it ended

@@ -13,9 +13,9 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -614,7 +614,37 @@ def draw_memory(read: Read, path: Path) -> None:
         axes.legend(frameon=False, fontsize=8)
 
 
-DRAWINGS = {"speed": draw_speed, "batches": draw_batches, "mtp_memory": draw_memory}
+def draw_equal(base: str, read: Read, path: Path) -> None:
+    """Draw accept length against the cost of a step, with lines of equal speed-up."""
+    found = render_training.equal_cells(read, base)
+    with drawing(path, 1, (7, 4)) as (axes,):
+        places = []
+        for index, (name, seeds) in enumerate(found):
+            row = render_training.equal_row(seeds[0], "t0")
+            places.append((row["accept_length"] / row["speedup_vs_plain"], row["accept_length"]))
+            look = {"color": LINES[index % len(LINES)], "marker": "os"[index // len(LINES)]}
+            axes.plot(*places[-1], linestyle="", label=name, **look)
+        costs, lengths = zip(*places, strict=True)
+        ends, top = (0.95, max(costs) + 0.1), max(lengths) * 1.1
+        for speed in (1, 1.25, 1.5, 2, 2.5, 3):
+            if speed * ends[0] < top:
+                far = min(ends[1], top / speed)
+                axes.plot((ends[0], far), (speed * ends[0], speed * far), color="#c9ced6", zorder=0)
+                axes.annotate(f"{speed:g}x", (far, speed * far), color="#777777", fontsize=8)
+        axes.set_ylim(0.95, top)
+        axes.set_xlabel("a step, in steps of plain decoding (T=0)")
+        axes.set_ylabel("accept length at T=0")
+        axes.set_title(f"{base}: lines of equal speed-up", fontsize=9)
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.05, 0.5))
+
+
+DRAWINGS: dict[str, Callable[[Read, Path], None]] = {
+    "speed": draw_speed,
+    "batches": draw_batches,
+    "mtp_memory": draw_memory,
+    "equal_smollm2": partial(draw_equal, "smollm2"),
+    "equal_tinycode": partial(draw_equal, "tinycode"),
+}
 
 
 def render(folder: Path, figures: Path, pages: Sequence[Path]) -> list[str]:

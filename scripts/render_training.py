@@ -5,6 +5,8 @@ A block is a public function whose first argument is ``read``, which returns the
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from math import prod
 from statistics import fmean, median
 from typing import Any
 
@@ -13,7 +15,8 @@ from specheads.measure.render import with_bounds
 Bench = dict[str, Any]
 Read = Callable[[str], Any]
 
-MIB, TOPS = 2**20, ("top1", "top5")
+MIB, TOPS, PARTS = 2**20, ("top1", "top5"), ("step", "base", "guesses", "loop")
+HEATS = ("t0", "t1")
 WAYS = {
     "medusa1": "Medusa-1",
     "regenerated": "... on the base's own answers",
@@ -22,6 +25,18 @@ WAYS = {
     "hydra_plus": "Hydra++ (a prefix layer)",
     "medusa2": "Medusa-2",
     "self_distilled": "Medusa-2, self-distilled, own answers",
+}
+
+EQUAL = {
+    "medusa1": "Medusa-1",
+    "markov": "Medusa-1 with a Markov bias",
+    "hydra_plus": "Hydra++",
+    "mtp": "MTP heads on the frozen base",
+    "eagle3": "EAGLE-3",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "block": "block heads, joined form",
+    "draft": "draft model",
 }
 
 
@@ -402,6 +417,94 @@ def ablation(read: Read) -> str:
         )
     each = " | ".join(["chain", "8 nodes", "16", "24"])
     return table(f"heads | T=0: {each} | T=1: {each} | parameters | seeds", lines)
+
+
+def equal_cells(read: Read, base: str) -> list[tuple[str, list[Bench]]]:
+    """Return the kinds of drafters that were trained on equal terms, the fastest first.
+
+    Returns:
+        for each kind its name, and what was found with every seed.
+
+    Raises:
+        FileNotFoundError: if the comparison was not begun, whose first file is prompt lookup's.
+    """
+    read(f"equal/{base}/prompt_lookup")
+    found: list[tuple[str, list[Bench]]] = []
+    for kind, name in EQUAL.items():
+        seeds = []
+        for seed in range(3):
+            with suppress(FileNotFoundError):
+                seeds.append(read(f"equal/{base}/{kind}-{seed}"))
+        if seeds:
+            found.append((name, seeds))
+    return sorted(found, key=lambda each: -fmean(map(equal_gain, each[1])))
+
+
+def equal_row(cell: Bench, heat: str) -> Bench:
+    """Return the clocked row of a cell's shape at a temperature."""
+    return next(row for row in cell["rows"][heat] if row["method"] == cell["shape"])
+
+
+def equal_gain(cell: Bench) -> float:
+    """Return the product of the speed-ups at T=0 and T=1, by which kinds are ranked."""
+    return prod(float(equal_row(cell, heat)["speedup_vs_plain"]) for heat in HEATS)
+
+
+def equal(read: Read, base: str) -> str:
+    """Return every kind of drafter trained as long on one base, the fastest first."""
+    lines = []
+    for name, seeds in equal_cells(read, base):
+        rows = [[equal_row(cell, heat) for cell in seeds] for heat in HEATS]
+        chains = [[cell["chain"][heat] for cell in seeds] for heat in HEATS]
+        speeds = (
+            speedup(of[0]) if len(of) == 1 else spread([row["speedup_vs_plain"] for row in of])
+            for of in rows
+        )
+        lengths = (spread([each["accept_length"] for each in of]) for of in (*rows, *chains))
+        shape, parts = seeds[0]["shape"].replace("tree_", ""), seeds[0]["parts_ms"]
+        lines.append(
+            f"{name} | {' | '.join(speeds)} | {shape} | {' | '.join(lengths)}"
+            f" | {cells((parts[part] for part in PARTS), '.1f')} | {rows[0][0]['rep8']:.2f}"
+        )
+    beside = read(f"equal/{base}/prompt_lookup")["rows"]
+    copies = [row for heat in HEATS for row in beside[heat] if row["method"] != "plain"]
+    copied = f"{' | '.join(map(speedup, copies))} | | {cells(r['accept_length'] for r in copies)}"
+    copied += f" | | | | | | | {copies[0]['rep8']:.2f}"
+    head = "drafter | speed-up T=0 (95%) | T=1 | nodes | accept length T=0 | T=1 | chain T=0 | T=1"
+    head += f" | ms of a step | {' | '.join(PARTS[1:])} | rep8"
+    return table(head, [*lines, f"prompt lookup, not trained | {copied}"])
+
+
+def equal_training(read: Read, base: str) -> str:
+    """Return how every kind was trained: steps in the minutes, learning rates, sizes."""
+    lines = []
+    for name, seeds in equal_cells(read, base):
+        one = seeds[0]
+        tried = ", ".join(f"{rate}: {length:.2f}" for rate, length in one["tried"].items())
+        lines.append(
+            f"{name} | {one['steps']:,} | {one['rate']} | {tried} | {one['parameters'] / 1e6:.1f} M"
+            f" | {one['bytes_per_token']:,} | {len(seeds)}"
+        )
+    head = "drafter | steps | learning rate | accept length of each that was tried | parameters"
+    minutes = equal_cells(read, base)[0][1][0]["minutes"]
+    return (
+        f"{table(f'{head} | stored bytes per token | seeds', lines)}\n\n{minutes:g} minutes each."
+    )
+
+
+def equal_kinds(read: Read, base: str) -> str:
+    """Return accept length and speed-up per kind of text, of every kind of drafter."""
+    found, lines = equal_cells(read, base), []
+    kinds = sorted(equal_row(found[0][1][0], "t0")["per_kind"])
+    for heat in HEATS:
+        for name, seeds in found:
+            row = equal_row(seeds[0], heat)["per_kind"]
+            each = (
+                f"{row[kind]['accept_length']:.2f} ({row[kind]['speedup_vs_plain']:.2f}x)"
+                for kind in kinds
+            )
+            lines.append(f"{heat[1:]} | {name} | {' | '.join(each)}")
+    return table(f"T | drafter | {' | '.join(f'`{kind}`' for kind in kinds)}", lines)
 
 
 def zero(read: Read) -> str:

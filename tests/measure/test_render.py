@@ -78,6 +78,21 @@ def folder(tmp_path: Path) -> Path:
     steps = {"vocab": 32000, "tokens": 1024, "timed_heads": 4}
     memory = {"environment": place, "settings": steps, "rows": peaks, "times": [time]}
     (tmp_path / "memory.json").write_text(json.dumps(memory))
+    cells = tmp_path / "equal" / "tinycode"
+    cells.mkdir(parents=True)
+    rows = {heat: [row("plain", n), row("prompt_lookup", n)] for n, heat in enumerate(("t0", "t1"))}
+    (cells / "prompt_lookup.json").write_text(json.dumps({"rows": rows}))
+    for name, gain in (("medusa1-0", 0.9), ("block-0", 1.5), ("block-1", 1.7)):
+        lines = {
+            heat: [row("plain", n), {**row("tree_8", n), "speedup_vs_plain": gain + n / 4}]
+            for n, heat in enumerate(("t0", "t1"))
+        }
+        found: dict[str, Any] = {"rows": lines, "shape": "tree_8", "steps": 1234, "minutes": 3}
+        found["chain"] = {"t0": {"accept_length": 1.91}, "t1": {"accept_length": 1.82}}
+        found["parts_ms"] = {"step": 9.1, "base": 5.2, "guesses": 3.3, "loop": 0.6}
+        found |= {"rate": "6e-3", "tried": {"3e-3": 1.71, "6e-3": 1.83}}
+        found |= {"parameters": 1_750_000, "bytes_per_token": 4608}
+        (cells / f"{name}.json").write_text(json.dumps(found))
     return tmp_path
 
 
@@ -131,6 +146,49 @@ def test_figures_reach_the_page(folder: Path) -> None:
     assert "In float32 1974 of 2016 outputs of 11 drafters" in page
 
 
+def test_drafters_on_equal_terms_reach_the_page(folder: Path) -> None:
+    """A comparison ranked by name, or by one temperature, recommends the wrong drafter."""
+    marks = [f"{name} tinycode" for name in ("equal", "equal_training", "equal_kinds")]
+    page = render.fill(page_of(*marks), render.reader(folder))
+    first, rest = page.split("<!-- figures: equal_training")
+    head, _, *lines = (line for line in first.splitlines() if line.startswith("|"))
+    assert {line.count("|") for line in (head, *lines)} == {head.count("|")}
+    cells = "8 | 3.22 (3.22-3.22) | 3.22 (3.22-3.22) | 1.91 (1.91-1.91) | 1.82 (1.82-1.82)"
+    block = f"| block heads, joined form | 1.60 (1.50-1.70) | 1.85 (1.75-1.95) | {cells}"
+    assert lines[0] == f"{block} | 9.1 | 5.2 | 3.3 | 0.6 | 0.13 |"
+    assert lines[1].startswith("| Medusa-1 | 0.90 (2.11-2.67) | 1.15 (2.11-2.67) | 8 | 3.22 |")
+    assert lines[2].startswith("| prompt lookup, not trained | 2.35 (2.11-2.67) | 2.35")
+    assert "| Medusa-1 | 1,234 | 6e-3 | 3e-3: 1.71, 6e-3: 1.83 | 1.8 M | 4,608 | 1 |" in rest
+    assert "3 minutes each." in rest and "| 1 | Medusa-1 | 3.14 (1.41x) |" in rest
+    render.draw_equal("tinycode", render.reader(folder), folder / "equal.svg")
+    assert (folder / "equal.svg").read_text().count("Medusa-1") >= 1
+    absent = render.fill(page_of("equal smollm2"), render.reader(folder))
+    assert render.ABSENT in absent
+
+
+def test_block_heads_with_one_thing_changed_reach_the_page(tmp_path: Path) -> None:
+    """A row that shows one seed of three claims a difference that the others deny."""
+    shapes = ("chain", "tree_8", "tree_16", "tree_24")
+    rows = [
+        {
+            "row": name,
+            "accept": {"parameters": 1_750_000}
+            | {
+                heat: {
+                    shape: {"accept_length": 2 + n + seed / 10} for n, shape in enumerate(shapes)
+                }
+                for heat in ("t0", "t1")
+            },
+        }
+        for name, seeds in (("joined", (0, 1, 2)), ("hard", (0,)))
+        for seed in seeds
+    ]
+    (tmp_path / "block_ablation.json").write_text(json.dumps({"rows": rows}))
+    page = render.fill(page_of("ablation"), render.reader(tmp_path))
+    assert "| joined | 2.10 (2.00-2.20) | 3.10 (3.00-3.20) |" in page
+    assert "| hard | 2.00 | 3.00 | 4.00 | 5.00 | 2.00 | 3.00 | 4.00 | 5.00 | 1.8 M | 1 |" in page
+
+
 def test_what_is_not_measured_is_said(folder: Path) -> None:
     """An empty block, or last year's, would stand for a measurement."""
     page = render.fill(page_of("speeds bench", "memory memory"), render.reader(folder))
@@ -144,9 +202,11 @@ def test_what_is_not_measured_is_said(folder: Path) -> None:
 def test_the_same_figures_draw_the_same_files(tmp_path: Path) -> None:
     """The script runs once per publication, long after the keys it reads were last touched."""
     page = Path(shutil.copy(ROOT / "README.md", tmp_path))
-    assert len(render.render(render.FOLDER, tmp_path, [page])) == 4
+    lines = render.render(render.FOLDER, tmp_path, [page])
+    assert len(lines) == len(render.DRAWINGS) + 1
     first = {path: path.read_bytes() for path in tmp_path.glob("*.svg")}
-    assert page.read_text() == (ROOT / "README.md").read_text() and len(first) == 3
+    assert len(first) == sum(line.startswith("wrote") for line in lines) >= 3
+    assert page.read_text() == (ROOT / "README.md").read_text()
     render.render(render.FOLDER, tmp_path, [page])
     assert all(path.read_bytes() == found for path, found in first.items())
 
