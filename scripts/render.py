@@ -33,10 +33,7 @@ FIGURES = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
     ROOT / "BENCHMARKS.md",
-    *(
-        FIGURES / f"{page}.md"
-        for page in ("decoding", "exactness", "methods", "performance", "recipes")
-    ),
+    *(FIGURES / f"{page}.md" for page in ("decoding", "methods")),
 )
 BLOCK = re.compile(r"(<!-- figures: (?!end )(.+?) -->\n)(.*?)(<!-- figures: end -->)", re.DOTALL)
 ABSENT = "Not measured yet"
@@ -426,13 +423,6 @@ def tree_search(read: Read) -> str:
     return table(f"{head} | measured | more than expected", lines)
 
 
-def tree_sizes(read: Read) -> str:
-    """Return what a larger static tree brings."""
-    form = "{num_nodes} | {accept_length:.2f} | {speedup:.2f}x"
-    lines = (form.format(**of) for of in read("tinycode_medusa2_trees")["sizes"])
-    return table("nodes | expected accept length | expected speed-up of steps", lines)
-
-
 def step(read: Read) -> str:
     """Return where the time of a step goes."""
     lines = []
@@ -504,7 +494,10 @@ def rendered(mark: str, read: Read) -> str:
     try:
         return str(block(read, *files))
     except FileNotFoundError:
-        return f"{ABSENT}; `make bench{'-real' * ('real' in mark)}` does."
+        command = f"make bench{'-real' * ('real' in mark)}"
+        if name.startswith("equal"):
+            command = f"python scripts/bench_equal.py --base {files[0]}"
+        return f"{ABSENT}; `{command}` does."
 
 
 def fill(page: str, read: Read) -> str:

@@ -103,6 +103,12 @@ def test_pages_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(MARKS) > 40
 
 
+def test_no_figure_stands_on_two_pages() -> None:
+    """A reader who finds a table twice compares them, and cannot tell which is the newer one."""
+    found = [mark for page in PAGES for _, mark, _, _ in render.BLOCK.findall(page)]
+    assert len(found) == len(MARKS)
+
+
 @pytest.mark.parametrize("mark", MARKS)
 def test_a_changed_digit_is_found(mark: str) -> None:
     """A figure typed by hand outlives the measurement it came from."""
