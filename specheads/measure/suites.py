@@ -36,11 +36,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads.config import ConfigError, SpecBenchConfig
 from specheads.data.readers import json_lines
 from specheads.data.suites import Question, QuestionPrompts
-from specheads.decoding.generate import SpecDecoder, ending
+from specheads.decoding.generate import SpecDecoder, TooLongError, ending, room
 from specheads.measure.clock import now
 from specheads.measure.render import Columns, estimate, figure, interval, make_table
 from specheads.measure.rows import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
-from specheads.models.base import context_length, input_device
+from specheads.models.base import input_device
 from specheads.system.files import write_whole
 from specheads.system.terminal import progress_bar
 
@@ -226,10 +226,6 @@ def _append(path: Path, value: object) -> None:
         os.fsync(lines.fileno())
 
 
-class TooLongError(ValueError):
-    """A turn that leaves no room for an answer in the base model's context."""
-
-
 def answer(
     decoder: SpecDecoder,
     question: Question,
@@ -254,7 +250,7 @@ def answer(
     drawn: dict[str, Any] = {"temperature": config.temperature, "seed": config.seed + number}
     for i in range(len(question.turns)):
         ids = prompts.ids(question, [turn.text for turn in turns])
-        limit = min(config.max_new_tokens, _room(decoder, ids, f"{question.id}, turn {i}"))
+        limit = min(config.max_new_tokens, _room(decoder, ids, question, i))
         input_ids = torch.tensor([ids], device=input_device(decoder.base))
         turns.append(decode_turn(decoder, input_ids, limit, **drawn)[1])
     return turns
@@ -307,7 +303,7 @@ def answer_missing(
         for each in todo:  # all of them first: the last question must not end a run of hours
             _, question, _ = each
             try:
-                _room(drafted, prompts.ids(question), f"{question.id}, turn 0")
+                _room(drafted, prompts.ids(question), question)
                 fitting.append(each)
             except TooLongError as error:
                 too_long(question, error)
@@ -379,16 +375,8 @@ def decode_turn(
     )
 
 
-def _room(decoder: SpecDecoder, ids: list[int], where: str) -> int:
-    context = context_length(decoder.base)
-    if context is None:
-        return 1 << 30
-    if len(ids) >= context:
-        raise TooLongError(
-            f"question {where}: the prompt is {len(ids)} tokens, but the base model's context is"
-            f" {context}"
-        )
-    return context - len(ids)
+def _room(decoder: SpecDecoder, ids: list[int], question: Question, turn: int = 0) -> int:
+    return room(decoder.base, ids, f"question {question.id}, turn {turn}: the prompt")
 
 
 def forward(
