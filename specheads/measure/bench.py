@@ -22,19 +22,8 @@ from transformers import CompileConfig, PreTrainedModel
 
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError, DecodeConfig
+from specheads.decoding import exported
 from specheads.decoding.accept import Acceptance
-from specheads.decoding.exported import (
-    Chosen,
-    Subject,
-    check_drafter,
-    choose_drafter,
-    draft_model,
-    dynamic_settings,
-    exported_drafter,
-    model_of,
-    num_parameters,
-    tree_kind,
-)
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
@@ -79,7 +68,7 @@ class Contest:
     same_rounding: bool = False
 
     @staticmethod
-    def of(subject: Subject | Export, max_new_tokens: int, **settings: bool) -> Contest:
+    def of(subject: exported.Subject | Export, max_new_tokens: int, **settings: bool) -> Contest:
         """Return the contest on a model that was loaded.
 
         Args:
@@ -198,7 +187,7 @@ class Contest:
             num_tokens: guesses per step.
         """
         found = self._speculating("hf_assisted", "hf assistant", num_tokens, assistant_model=draft)
-        return replace(found, extra_parameters=num_parameters(draft))
+        return replace(found, extra_parameters=exported.num_parameters(draft))
 
     def lookup(self, num_tokens: int, ngram: int) -> Method:
         """Return ``generate(prompt_lookup_num_tokens=...)``, one prompt at a time.
@@ -266,7 +255,8 @@ class Contest:
 
     def of_trees(self, heads: Heads, trees: Sequence[Tree]) -> list[Method]:
         """Return heads with static trees, the first of which is called ``tree``."""
-        output, extra, found = output_layer(self.base), num_parameters(heads), list[Method]()
+        output, extra = output_layer(self.base), exported.num_parameters(heads)
+        found: list[Method] = []
         for tree in trees:
             drafter = static_drafter(self.base, heads, output, tree)
             name = f"tree_{tree.num_nodes}" if found else "tree"
@@ -283,18 +273,18 @@ class Contest:
             decode: may ask for dynamic trees, else they are measured if tree_search has chosen one.
             lossy: a rule that the static tree is decoded by once more, named in the row.
         """
-        extra, found = num_parameters(export.heads), []
-        if decode.tree == "dynamic" or decode.num_nodes or dynamic_settings(export):
-            drafter = exported_drafter(export, replace(decode, tree="dynamic"))
+        extra, found = exported.num_parameters(export.heads), []
+        if decode.tree == "dynamic" or decode.num_nodes or exported.dynamic_settings(export):
+            drafter = exported.exported_drafter(export, replace(decode, tree="dynamic"))
             found.append(self.ours("tree_dynamic", drafter, drafter.num_nodes, extra=extra))
         if lossy is not None:
-            drafter = exported_drafter(export, DecodeConfig(tree="static"))
+            drafter = exported.exported_drafter(export, DecodeConfig(tree="static"))
             name, num_nodes = f"tree_{lossy.rule}", export.tree.num_nodes
             found.append(self.ours(name, drafter, num_nodes, extra=extra, rule=lossy))
         return found
 
     def of_drafters(
-        self, subject: Subject, asked: Sequence[DecodeConfig], lossy: Acceptance | None
+        self, subject: exported.Subject, asked: Sequence[DecodeConfig], lossy: Acceptance | None
     ) -> list[Method]:
         """Return a method for each of ``asked``, and what transformers has of the kind.
 
@@ -311,14 +301,14 @@ class Contest:
         decode, draft = asked[0], None
         methods = []
         if decode.draft:
-            draft = draft_model(subject, decode)
-            if vocab_size(model_of(draft)) == vocab_size(self.base):  # they take no others
+            draft = exported.draft_model(subject, decode)
+            if vocab_size(exported.model_of(draft)) == vocab_size(self.base):  # they take no others
                 num_tokens = decode.draft_tokens or HF_TOKENS
-                methods.append(self.assisted(model_of(draft), num_tokens))
+                methods.append(self.assisted(exported.model_of(draft), num_tokens))
         if {name for each in asked for name in each.drafter.split("+")} & {"lookup", "suffix"}:
             methods.append(self.lookup(LOOKUP_TOKENS, LOOKUP_NGRAM))
-        chosen = [choose_drafter(subject, each, draft=draft) for each in asked]
-        rules: list[tuple[Chosen, Acceptance | None]] = [(each, None) for each in chosen]
+        chosen = [exported.choose_drafter(subject, each, draft=draft) for each in asked]
+        rules: list[tuple[exported.Chosen, Acceptance | None]] = [(each, None) for each in chosen]
         if lossy is not None and subject.export is None:
             rules.append((chosen[0], lossy))
         for each, rule in rules:
@@ -516,10 +506,10 @@ def asked_for(
     Raises:
         ConfigError: for a drafter that is unknown, lacks its model, or cannot be made.
     """
-    names = ["+".join(check_drafter(decode, has_heads=has_heads)), *drafters]
+    names = ["+".join(exported.check_drafter(decode, has_heads=has_heads)), *drafters]
     found = [replace(decode, drafter=name) for name in dict.fromkeys(names) if name != "heads"]
     for each in found:
-        check_drafter(each, has_heads=has_heads)
+        exported.check_drafter(each, has_heads=has_heads)
     return found
 
 
@@ -529,7 +519,7 @@ def quoted_method(
     """Return the method to quote: what generate would decode with, given the same settings."""
     if export is None or decode.draft or decode.drafter not in ("auto", "heads"):
         return asked[0].drafter
-    return "tree_dynamic" if tree_kind(export, decode) == "dynamic" else "tree"
+    return "tree_dynamic" if exported.tree_kind(export, decode) == "dynamic" else "tree"
 
 
 def grown_trees(
@@ -541,7 +531,7 @@ def grown_trees(
     return [grow_static(hits, size) for size in sizes]
 
 
-def load_others(subject: Subject, paths: Sequence[str]) -> dict[str, Export]:
+def load_others(subject: exported.Subject, paths: Sequence[str]) -> dict[str, Export]:
     """Load exports of other heads on the subject's own base model, by short names.
 
     Args:

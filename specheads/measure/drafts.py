@@ -29,21 +29,10 @@ from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
+from specheads.measure import rows as report
 from specheads.measure.bench import Contest
 from specheads.measure.clock import Prompt, Runs, clock
 from specheads.measure.render import Columns, figure, interval, make_table
-from specheads.measure.rows import (
-    accept_length_ci95,
-    disturbance,
-    mean_accept_length,
-    mean_rep8,
-    ratio_ci95,
-    rounded,
-    seen_beside,
-    speed,
-    speedup,
-    whole,
-)
 from specheads.models.base import input_device, input_embedding
 from specheads.system import hardware
 from specheads.system.terminal import progress_bar
@@ -329,12 +318,12 @@ def compare_drafts(
     costs = zip(verify.sizes, verify.smoothed, strict=True)
     best = recommended(candidates)
     return {
-        "disturbance": disturbance([clocking, seen_beside(runs, heat)]),
+        "disturbance": report.disturbance([clocking, report.seen_beside(runs, heat)]),
         "base": {"parameters": size},
         "plain": {
             "seconds": [round(sum(repeat), 6) for repeat in plain.seconds],
             "new_tokens": sum(len(each.new_tokens) for each in plain.decoded),
-            "rep8": mean_rep8(plain),
+            "rep8": report.mean_rep8(plain),
         },
         "verify_cost": {str(n): round(cost, 4) for n, cost in costs},
         "candidates": candidates,
@@ -352,7 +341,7 @@ def _candidate(prospect: Prospect, runs: Runs, plain: Runs, limit: int) -> dict[
     best_guesses = sum(sum(text.best) for text in alpha.texts)
     return {
         "alpha": round(alpha.alpha, 4),
-        "alpha_ci95": rounded(ratio_ci95([shared], [counts])),
+        "alpha_ci95": report.rounded(report.ratio_ci95([shared], [counts])),
         "best_guess_rate": round(best_guesses / max(1, alpha.num_tokens), 4),
         "num_verified": alpha.num_tokens,
         **prospect.costs.to_json(),
@@ -428,17 +417,17 @@ def figures(runs: Runs, plain: Runs, num_tokens: int, max_new_tokens: int) -> di
         max_new_tokens: the limit of both.
     """
     lengths = [each.accept_lengths for each in runs.decoded]
-    ratio, bounds = speedup(whole(runs), whole(plain))
+    ratio, bounds = report.speedup(report.whole(runs), report.whole(plain))
     accepted = sum(sum(each) - len(each) for each in lengths)
     proposed = sum(num_proposed(each, num_tokens, max_new_tokens) for each in runs.decoded)
     pairs = zip(runs.decoded, plain.decoded, strict=True)
     return {
         "num_prompts": len(lengths),
-        "tokens_per_second": round(speed(whole(runs)), 3),
+        "tokens_per_second": round(report.speed(report.whole(runs)), 3),
         "speedup": ratio,
         "speedup_ci95": bounds,
-        "accept_length": round(mean_accept_length(lengths), 4),
-        "accept_length_ci95": rounded(accept_length_ci95(lengths)),
+        "accept_length": round(report.mean_accept_length(lengths), 4),
+        "accept_length_ci95": report.rounded(report.accept_length_ci95(lengths)),
         "acceptance_rate": round(accepted / proposed, 4) if proposed else 0.0,
         "identical": sum(a.new_tokens == b.new_tokens for a, b in pairs),
     }
