@@ -10,8 +10,9 @@ import torch
 
 from specheads.decoding import accept
 from specheads.measure.bench import Contest
-from specheads.measure.calibrate import Search, Texts, calibrate
+from specheads.measure.calibrate import Search, calibrate
 from specheads.measure.clock import Prompt
+from specheads.measure.hits import Texts
 from specheads.models.output import output_layer
 from tests import processes
 from tests.elsewhere import elsewhere
