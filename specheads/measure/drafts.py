@@ -388,23 +388,22 @@ def predictions(alpha: Alpha, costs: DraftCosts, max_tokens: int) -> list[dict[s
         ``predicted`` (the accept length of chains along the measured texts over the clocked cost,
         prefills included) and the two accept lengths.
     """
-    rows = []
-    for n in range(1, max_tokens + 1):
+
+    def prediction(n: int) -> dict[str, Any]:
         gained, tokens = alpha.chain(n), expected_tokens(alpha.alpha, n)
         published = leviathan_speedup(alpha.alpha, costs.draft, n)
         promised = costs.speedup(len(alpha.texts), gained.steps, gained.tokens, n)
-        rows.append(
-            {
-                "num_tokens": n,
-                "leviathan": round(published, 4) if costs.draft > 0 else None,
-                "formula_with_costs": round(tokens / costs.step(n), 4),
-                "predicted": round(promised, 4),
-                "formula_accept_length": round(tokens, 4),
-                "accept_length": round(gained.accept_length, 4),
-                "acceptance_rate": round(gained.acceptance_rate, 4),
-            }
-        )
-    return rows
+        return {
+            "num_tokens": n,
+            "leviathan": round(published, 4) if costs.draft > 0 else None,
+            "formula_with_costs": round(tokens / costs.step(n), 4),
+            "predicted": round(promised, 4),
+            "formula_accept_length": round(tokens, 4),
+            "accept_length": round(gained.accept_length, 4),
+            "acceptance_rate": round(gained.acceptance_rate, 4),
+        }
+
+    return [prediction(n) for n in range(1, max_tokens + 1)]
 
 
 def figures(runs: Runs, plain: Runs, num_tokens: int, max_new_tokens: int) -> dict[str, Any]:

@@ -566,8 +566,9 @@ def score(
         ``corrected``, ``decode_only`` (each None without a baseline), ``identical`` texts among
         those ``compared``, and ``different``: the questions whose answers are not the same.
     """
-    theirs, rows = tasks_of(baseline), []
-    for task, of in tasks_of(answers).items():
+    theirs = tasks_of(baseline)
+
+    def row(task: str, of: Sequence[Answer]) -> dict[str, Any]:
         against = theirs.get(task, [])
         known = {answer["question_id"]: answer for answer in against}
         both = [answer for answer in of if answer["question_id"] in known]
@@ -577,20 +578,19 @@ def score(
             for a, b in zip(both, others, strict=True)
             for one, other in zip(a["choices"][0]["turns"], b["choices"][0]["turns"], strict=False)
         ]
-        rows.append(
-            {
-                "task": task,
-                "num_questions": len(of),
-                **accept_length(of),
-                "published": published(of, against, count) if against else None,
-                "corrected": corrected(both, others) if both else None,
-                "decode_only": decode_only(both, others, details, details0) if both else None,
-                "identical": sum(same for _, same in texts),
-                "compared": len(texts),
-                "different": list(dict.fromkeys(name for name, same in texts if not same)),
-            }
-        )
-    return rows
+        return {
+            "task": task,
+            "num_questions": len(of),
+            **accept_length(of),
+            "published": published(of, against, count) if against else None,
+            "corrected": corrected(both, others) if both else None,
+            "decode_only": decode_only(both, others, details, details0) if both else None,
+            "identical": sum(same for _, same in texts),
+            "compared": len(texts),
+            "different": list(dict.fromkeys(name for name, same in texts if not same)),
+        }
+
+    return [row(*each) for each in tasks_of(answers).items()]
 
 
 def _speed(speeds: Mapping[str, Any] | None, key: str = "speedup", form: str = ".2fx") -> str:
