@@ -30,7 +30,7 @@ from specheads.drafters.contract import Drafter
 from specheads.drafters.heads import static_drafter
 from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter
 from specheads.measure import rows as report
-from specheads.measure.clock import Batch, Method, Prompt, clock
+from specheads.measure.clock import Batch, Decoded, Method, Prompt, clock
 from specheads.measure.hits import Texts, collect_hits, grow_static
 from specheads.measure.identity import Noise, Rounding, compare
 from specheads.measure.render import disturbance_lines
@@ -112,11 +112,9 @@ class Contest:
         loop: dict[str, Any] = {"eos_token_ids": self.eos, "acceptance": rule}
         loop |= {"compile": self.compile, "same_rounding": self.same_rounding}
 
-        def run(
-            batch: Batch, temperature: float, seed: int, limit: int = self.max_new_tokens
-        ) -> list[DecodedRow]:
+        def run(batch: Batch, heat: float, seed: int, limit: int = self.max_new_tokens) -> Decoded:
             own = {"attention_mask": batch.attention_mask, "max_new_tokens": limit}
-            sampler = Sampler(temperature=temperature, seed=seed)
+            sampler = Sampler(temperature=heat, seed=seed)
             result = decode(self.base, drafter, batch.input_ids, sampler=sampler, **own, **loop)
             return list(result.rows)
 
@@ -133,9 +131,9 @@ class Contest:
         """
         plain = self.ours()
 
-        def run(batch: Batch, temperature: float, seed: int, *limit: int) -> list[DecodedRow]:
+        def run(batch: Batch, heat: float, seed: int, *limit: int) -> Decoded:
             alone = enumerate(_rows(batch))
-            return [plain.decode(row, temperature, seed + i, *limit)[0] for i, row in alone]
+            return [plain.decode(row, heat, seed + i, *limit)[0] for i, row in alone]
 
         return replace(plain, name="one_by_one", in_batches=True, decode=run)
 
@@ -152,11 +150,9 @@ class Contest:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         padding = self.pad if self.pad is not None else next(iter(self.eos), 0)
 
-        def run(
-            batch: Batch, temperature: float, seed: int, limit: int = self.max_new_tokens
-        ) -> list[DecodedRow]:
+        def run(batch: Batch, heat: float, seed: int, limit: int = self.max_new_tokens) -> Decoded:
             torch.manual_seed(seed)
-            rows = self._generated(batch, temperature, limit, pad_token_id=padding, **options)
+            rows = self._generated(batch, heat, limit, pad_token_id=padding, **options)
             found = []
             for tokens in rows:  # a row that ended was padded to the length of the longest
                 end = next((i + 1 for i, token in enumerate(tokens) if token in self.eos), None)
@@ -204,9 +200,7 @@ class Contest:
         # there is no padding; any other token than the end would be hidden from the assistant
         options["pad_token_id"] = next(iter(self.eos), None)
 
-        def run(
-            batch: Batch, temperature: float, seed: int, limit: int = self.max_new_tokens
-        ) -> list[DecodedRow]:
+        def run(batch: Batch, heat: float, seed: int, limit: int = self.max_new_tokens) -> Decoded:
             texts = []
             for i, row in enumerate(_rows(batch)):
                 torch.manual_seed(seed + i)
@@ -214,7 +208,7 @@ class Contest:
                     fixed_assistant(options.get("assistant_model"), num_tokens),
                     _known_before_passes(self.base) as known,
                 ):
-                    (tokens,) = self._generated(row, temperature, limit, **options)
+                    (tokens,) = self._generated(row, heat, limit, **options)
                 lengths = gained_by_passes(known, row.input_ids.shape[1], len(tokens))
                 texts.append(DecodedRow(tokens, lengths, finished=tokens[-1] in self.eos))
             return texts

@@ -666,12 +666,9 @@ def decoded_gains(
     """
     tokens, steps = torch.zeros(2, len(texts.prompts), 1, dtype=torch.long)
     for number, _, row in texts.decode(base, drafter, progress):
-        root = 0
         known = texts.max_new_tokens - (0 if row.finished else num_heads + 1)
-        for length in row.accept_lengths:
-            if root >= known:
-                break
-            tokens[number] += length
-            steps[number] += 1
-            root += length
+        roots = itertools.accumulate(row.accept_lengths, initial=0)
+        counted = [n for n, at in zip(row.accept_lengths, roots, strict=False) if at < known]
+        tokens[number] += sum(counted)
+        steps[number] += len(counted)
     return Gains(tokens, steps)

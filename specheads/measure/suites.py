@@ -23,7 +23,7 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -294,36 +294,33 @@ def answer_missing(
     fitting: list[tuple[int, Question, list[str]]] = []
     with progress_bar("question", total=len(todo)) as bar:
 
-        def too_long(question: Question, error: TooLongError) -> None:
-            if not config.skip_long:
+        @contextlib.contextmanager
+        def leaving_out(question: Question) -> Iterator[None]:
+            try:
+                yield
+            except TooLongError as error:
+                if config.skip_long:
+                    left_out.append(question.id)
+                    bar.update()
+                    return
                 raise ConfigError(f"{error}; skip_long=true leaves such questions out") from None
-            left_out.append(question.id)
-            bar.update()
 
         for each in todo:  # all of them first: the last question must not end a run of hours
-            _, question, _ = each
-            try:
-                _room(drafted, prompts.ids(question), question)
+            with leaving_out(each[1]):
+                _room(drafted, prompts.ids(each[1]), each[1])
                 fitting.append(each)
-            except TooLongError as error:
-                too_long(question, error)
         for number, question, _ in fitting[:1]:
             for decoder in [decoders[name] for name in files] * config.warmup:
                 with contextlib.suppress(TooLongError):  # of a later turn; the clocked one says it
                     answer(decoder, question, number, prompts, config)
         for number, question, missing in fitting:
             order = missing if number % 2 else missing[::-1]
-            try:
-                turns = {
-                    name: answer(decoders[name], question, number, prompts, config)
-                    for name in order
-                }
-            except TooLongError as error:
-                too_long(question, error)
-                continue
-            for name in missing:
-                files[name].append(question, turns[name])
-            bar.update()
+            with leaving_out(question):
+                asked = question, number, prompts, config
+                turns = {name: answer(decoders[name], *asked) for name in order}
+                for name in missing:
+                    files[name].append(question, turns[name])
+                bar.update()
     return left_out
 
 
