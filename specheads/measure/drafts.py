@@ -202,23 +202,21 @@ def agreement(
     device, width = base_logits.device, base_logits.shape[-1]
     draft_logits = fit_vocabulary(_logits_before(draft, text, num).to(device), width)
     tokens = torch.tensor(new_tokens[1:], device=device)
-    shared, kept, best = [], [], []
+
+    def compared(ours: Tensor, theirs: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hit = theirs.argmax(-1) == here
+        if sampler.temperature == 0:
+            return hit.double(), hit.double(), hit
+        base_probs, draft_probs = sampler.probs(ours), sampler.probs(theirs)
+        shared, at = torch.minimum(base_probs, draft_probs).sum(-1), here[:, None]
+        ratio = draft_probs.gather(-1, at) / base_probs.gather(-1, at).clamp_min(1e-38)
+        return shared.double(), ratio[:, 0].clamp(max=1).double(), hit
+
     columns = base_logits, draft_logits, tokens
     parts = (column.split(max(1, _AT_ONCE // width)) for column in columns)
-    for ours, theirs, here in zip(*parts, strict=True):
-        hit = theirs.argmax(-1) == here
-        best.append(hit)
-        if sampler.temperature == 0:
-            shared.append(hit.double())
-            kept.append(hit.double())
-            continue
-        base_probs, draft_probs = sampler.probs(ours), sampler.probs(theirs)
-        shared.append(torch.minimum(base_probs, draft_probs).sum(-1).double())
-        at = here[:, None]
-        ratio = draft_probs.gather(-1, at) / base_probs.gather(-1, at).clamp_min(1e-38)
-        kept.append(ratio[:, 0].clamp(max=1).double())
-    shares, rates, hits = (torch.cat(each).tolist() for each in (shared, kept, best))
-    return Agreement(shares, rates, hits, limit)
+    rows = [compared(*part) for part in zip(*parts, strict=True)]
+    shared, kept, best = (torch.cat(each).tolist() for each in zip(*rows, strict=True))
+    return Agreement(shared, kept, best, limit)
 
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
