@@ -326,20 +326,7 @@ def _why_not_all(turn: Turn, dtype: torch.dtype) -> str:
     return f": in {name} near-ties fall either way, see docs/decoding.md"
 
 
-HELP = """\
-/plain             decode the last answer one token at a time too, and compare
-                   (Ctrl-P does the same, and asks for it while an answer comes)
-/plain always      compare every answer from now on; /plain never ends that
-/temperature 0.7   0 is greedy
-/seed 1            of the answers from now on
-/system <text>     begin anew with this system message, or with none
-/undo              take back the last question and its answer
-/reset             begin anew
-/save <file>.jsonl append the conversation, as generate prompts=<file>.jsonl reads it
-/quit              leave (also Ctrl-D)
-Ctrl-C             ends an answer; what was written of it stays in the conversation
-\"\"\"                begins and ends a message of several lines
-//...              is a message that starts with /"""
+HELP = Path(__file__).with_name("chat_help.txt").read_text(encoding="utf-8").rstrip()
 COMMANDS = tuple(sorted(set(re.findall(r"^/[a-z]+", HELP, re.MULTILINE))))
 
 
