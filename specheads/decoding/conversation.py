@@ -30,18 +30,8 @@ from specheads.data.chat import Encoder
 from specheads.data.schema import Record
 from specheads.decoding.choose import EXACT_DTYPES
 from specheads.decoding.generate import SpecDecoder, decode_prompts, room
-from specheads.system.terminal import (
-    DIM,
-    RESET,
-    Lines,
-    StatusLine,
-    ctrl_c,
-    harmless,
-    keys_of,
-    unescaped,
-    wants_color,
-    write,
-)
+from specheads.system import terminal
+from specheads.system.terminal import DIM, RESET, harmless, wants_color, write
 
 PLAIN_KEY = "\x10"  # Ctrl-P
 _EVERY = 0.1  # seconds between looks of the status line
@@ -341,7 +331,7 @@ class Chat:
     def __init__(self, conversation: Conversation) -> None:
         self.conversation = conversation
         self.beside = conversation.config.beside
-        self.lines = Lines(COMMANDS, {r"\C-p": "/plain"})
+        self.lines = terminal.Lines(COMMANDS, {r"\C-p": "/plain"})
         self.last: Turn | None = None
         self.typed = ""
 
@@ -370,7 +360,7 @@ class Chat:
         text = harmless(text)
         if wants_color(self.conversation.config.color, sys.stderr):
             text = f"{DIM}{text}{RESET}"
-        print(text, file=unescaped(sys.stderr), flush=True)
+        print(text, file=terminal.unescaped(sys.stderr), flush=True)
 
     def answer(self, text: str) -> None:
         """Answer a message, and show how it went."""
@@ -461,9 +451,9 @@ class Chat:
         self.typed, self._shown = "", 0.0
         try:
             with (
-                StatusLine(sys.stderr) as self.status,
-                keys_of(sys.stdin) as self.keys,
-                ctrl_c() as self.pressed,
+                terminal.StatusLine(sys.stderr) as self.status,
+                terminal.keys_of(sys.stdin) as self.keys,
+                terminal.ctrl_c() as self.pressed,
             ):
                 try:
                     return decode(self.on_step)
