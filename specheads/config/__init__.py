@@ -7,8 +7,36 @@ the library imports it for its errors, and runs where Hydra is not installed.
 
 # ruff: noqa: F401 (what stands here is offered)
 
-from specheads.config.commands import *  # noqa: F403 (every class of settings is offered)
+from specheads.config.commands import (
+    AutoConfig,
+    BenchConfig,
+    ChatConfig,
+    CompareConfig,
+    DecodeConfig,
+    DoctorConfig,
+    ExportConfig,
+    GenerateConfig,
+    InitConfig,
+    PreviewConfig,
+    QualityConfig,
+    QuestionsConfig,
+    RegenerateConfig,
+    SpecBenchConfig,
+    TreeSearchConfig,
+)
 from specheads.config.compose import export_of, register_schemas, to_config
 from specheads.config.data import DataConfig, FeaturesConfig, mixture_parts
-from specheads.config.training import *  # noqa: F403
+from specheads.config.training import (
+    AdapterConfig,
+    CheckpointConfig,
+    EvaluateConfig,
+    HeadsConfig,
+    LogConfig,
+    LossConfig,
+    ModelConfig,
+    MtpConfig,
+    OptimConfig,
+    TrainConfig,
+    TreeConfig,
+)
 from specheads.system.errors import DTYPES, ConfigError, InterruptedRunError, RunError, dtype_name
