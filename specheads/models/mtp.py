@@ -23,18 +23,11 @@ from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrained
 from transformers.masking_utils import create_masks_for_generate
 
 from specheads.config import ConfigError, MtpConfig
+from specheads.models import head_cache
 from specheads.models.adapters import plain_copy
 from specheads.models.base import Embed
 from specheads.models.forward import undisturbed
-from specheads.models.head_cache import (
-    WINDOWED,
-    Groups,
-    LayerCache,
-    Slots,
-    attention_of,
-    odd_numbers,
-    odd_part,
-)
+from specheads.models.head_cache import LayerCache, Slots, attention_of, odd_numbers, odd_part
 from specheads.models.kinds import Begin, Heads
 from specheads.models.manifest import one_line
 from specheads.models.mtp_walk import MtpWalk, TextCache
@@ -425,7 +418,7 @@ class MtpHeads(nn.Module, Heads):
             slots, lengths = Slots(self.num_heads, table), (0,) * num_rows
             return TextCache(slots, lengths, embed, ends, root, self.attend, self._window())
         layers = [(each.block, each.norm) for each in map(self.layer, range(self.num_heads))]
-        groups: Groups = [layers] if self.variant == "parallel" else [[each] for each in layers]
+        groups = [layers] if self.variant == "parallel" else [[each] for each in layers]
         window = attention_of(self.config)[1]
         empty = partial(LayerCache.empty, self, groups, self.rotary_emb, window=window)
         if not self._checked:
@@ -463,7 +456,7 @@ class MtpHeads(nn.Module, Heads):
     def _window(self) -> int | None:
         """Return how many tokens a layer looks back upon, itself included; None for all."""
         kind, window = attention_of(self.config)
-        if kind not in WINDOWED:
+        if kind not in head_cache.WINDOWED:
             raise ValueError(
                 f"sequential MTP heads with {kind} cannot draft: their layers must have"
                 " full_attention or sliding_attention"
