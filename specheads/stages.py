@@ -28,7 +28,7 @@ from specheads.decoding.exported import load_subject
 from specheads.formats import card
 from specheads.measure import bench, clock, diagnose, evaluate, render
 from specheads.models.base import Loading, context_length, load_base_model, load_tokenizer
-from specheads.models.output import num_layers
+from specheads.models.output import layers_of
 from specheads.models.support import tree_support
 from specheads.pipeline import run_recipe
 from specheads.regeneration.answering import regenerate
@@ -66,7 +66,7 @@ def best_recipe(base: PreTrainedModel) -> str:
     Block heads read states between its layers, and their trees need a base that takes trees.
     """
     try:
-        num_layers(base)
+        layers_of(base)
     except ValueError:
         return "hydra"
     return "block" if tree_support(base).kind == "tree" else "hydra"

@@ -30,7 +30,7 @@ from specheads.models.block import BlockForm, BlockHeads
 from specheads.models.checkpoint import cast_tensors, load_export
 from specheads.models.eagle import EagleForm, EagleHeads
 from specheads.models.manifest import TensorFiles, save_tensors, write_json
-from specheads.models.output import OutputLayer, num_layers, output_layer
+from specheads.models.output import OutputLayer, layers_of, output_layer
 from specheads.models.tapped import TappedHeads
 from specheads.system.errors import refuse
 from specheads.system.files import whole_folder
@@ -300,7 +300,7 @@ class Layout:
         """
         output = output_layer(base)
         vocab_size, hidden_size = output.weight.shape
-        taps, layers = self._taps(), num_layers(base)
+        taps, layers = self._taps(), len(layers_of(base))
         if max(taps) >= layers:
             self._refuse("the layers that are tapped", taps, f"layers of the base's {layers}")
         self.notes += check_output("these heads have", output, "so are those of the heads now,")

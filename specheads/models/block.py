@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ from specheads.models.blocks import Markov, ZeroLinear, normalised
 from specheads.models.head_cache import RowCache, Slots, last_places, rotated, rows_at
 from specheads.models.heads import Steps
 from specheads.models.kinds import Begin
-from specheads.models.output import OutputLayer, num_layers
+from specheads.models.output import OutputLayer, layers_of
 from specheads.models.packed import product
 from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, attended
 from specheads.system.errors import at_least, check, one_of
@@ -171,14 +171,11 @@ class BlockHeads(TappedHeads):
         ValueError: for numbers out of range.
     """
 
-    config_keys: ClassVar[tuple[str, ...]] = (
-        "num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head", "num_kept",
-        "markov_rank", "form",
-    )  # fmt: skip
     stored: ClassVar[tuple[str, ...]] = (
         "num_heads", "num_layers", "lm_head", "num_kept", "correction", "markov_rank",
         "hidden_size", "vocab_size", "form",
     )  # fmt: skip
+    config_keys = tuple(key for key in stored if key != "correction")  # which follows from another
     form_class = BlockForm
     tensor_prefix: ClassVar[str] = "block."
     kind = "block"
@@ -209,7 +206,7 @@ class BlockHeads(TappedHeads):
         self.num_slots = num_heads + self.first
         width = len(form.taps) * hidden_size
         self.hidden_norm = Norm(hidden_size, eps=form.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(hidden_size, form) for _ in range(num_layers))
+        self.layers: Any = nn.ModuleList(BlockLayer(hidden_size, form) for _ in range(num_layers))
         self.inject: nn.Module | None = None
         if form.form == "joined":
             read, made, rank = width + hidden_size, num_heads * hidden_size, form.injection_rank
@@ -242,7 +239,7 @@ class BlockHeads(TappedHeads):
         padding = getattr(base.config.get_text_config(), "pad_token_id", None) or 0
         form = BlockForm.of({"mask_token_id": padding, **settings.options})
         by_rule = joined_taps if form.form == "joined" else published_taps
-        form = form.sized(base, hidden_size, partial(by_rule, num_layers(base)))
+        form = form.sized(base, hidden_size, partial(by_rule, len(layers_of(base))))
         kept = settings.num_kept if "pruned" in settings.lm_head else 0
         rank = settings.markov_rank if settings.correction == "markov" else 0
         sizes = settings.num_heads, settings.num_layers, hidden_size, vocab_size
@@ -280,9 +277,7 @@ class BlockHeads(TappedHeads):
         num_rows, num_tokens = position_ids.shape
         tapped, context = self.context(hidden)
         table = self._table(num_tokens + self.num_slots)
-        keys = [
-            cast(BlockLayer, layer).keys(context, table[:, position_ids]) for layer in self.layers
-        ]
+        keys = [layer.keys(context, table[:, position_ids]) for layer in self.layers]
         documents = (position_ids == 0).cumsum(1)
         every = torch.arange(num_tokens, device=hidden.device)
         if places is None:
@@ -376,14 +371,9 @@ class BlockHeads(TappedHeads):
     @torch.no_grad()
     def memory(self, num_rows: int, embed: Embed | None = None) -> BlockCache:
         """Return the cache of rows of which nothing was read yet."""
-        layers = [cast(BlockLayer, layer) for layer in self.layers]
-        parts = [
-            cast(Tensor, layer.self_attn[name].weight)
-            for name in ("k_proj", "v_proj")
-            for layer in layers
-        ]
+        parts = [layer.self_attn[n].weight for n in ("k_proj", "v_proj") for layer in self.layers]
         slots = Slots(self.num_inner, self._table)
-        made, steps = product(torch.cat(parts)), tuple(map(BlockStep, layers))
+        made, steps = product(torch.cat(parts)), tuple(map(BlockStep, self.layers))
         return BlockCache(slots, (0,) * num_rows, self, self.required(embed), made, steps)
 
 
@@ -404,9 +394,7 @@ class BlockCache(RowCache):
     steps: tuple[BlockStep, ...]
 
     @torch.no_grad()
-    def append(
-        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
-    ) -> tuple[BlockCache, Tensor]:
+    def append(self, hidden: Tensor, counts: Sequence[int], tokens: Tensor) -> tuple[Self, Tensor]:
         """Read on, and run the block behind each row's last position.
 
         Args:
@@ -431,7 +419,7 @@ class BlockCache(RowCache):
             heads.layers, self.slots.layers, parts[: heads.num_inner], parts[heads.num_inner :],
             strict=True,
         ):  # fmt: skip
-            normed = cast(BlockLayer, layer).self_attn["k_norm"](k)
+            normed = layer.self_attn["k_norm"](k)
             cache.update(rotated(normed, waves[:, :, None]), v)
         lengths, last = self.grown(counts), last_places(counts, device)
         roots = tokens.gather(1, last)  # [B, 1]

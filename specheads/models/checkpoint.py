@@ -259,13 +259,11 @@ def origin(
         dtype: in which an unchanged base was used.
         quantization: ``quantization_of`` an unchanged base; a tuned one says it itself.
     """
+    described = not name or without_weights(name)  # a base of which there is no digest
     base = {
         "name": name,
         "revision": revision if name else None,
-        # of a base that was only described there is none
-        "digest": base_digest(name, revision=revision)
-        if name and not without_weights(name)
-        else "",
+        "digest": "" if described else base_digest(name, revision=revision),
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": quantization,
     }
@@ -333,7 +331,11 @@ def save_export(
                 "quantization": quantization,
             },
             "tokenizer": {"digest": _tokenizer_digest(files)},
-            "tree": _tree_section(tree, None, None),
+            "tree": {
+                "choices": tree.to_json(),
+                "expected_accept_length": None,
+                "measured_on": None,
+            },
             "training": redact(info["training"]),
         }
         manifest.write_json(folder / _CONFIG, config)
@@ -465,7 +467,11 @@ def set_tree(
     listed = manifest.check_manifest(path)
     _check_depth(tree, config["num_heads"])
     _check_rank(tree, config)
-    config["tree"] = _tree_section(tree, expected_accept_length, measured_on)
+    config["tree"] = {
+        "choices": tree.to_json(),
+        "expected_accept_length": expected_accept_length,
+        "measured_on": measured_on,
+    }
     if heldout is not None:
         config["training"] = {**config["training"], "heldout": heldout}
     aside = path / f".{_CONFIG}.tmp"
@@ -616,16 +622,6 @@ def findable(name: str) -> str:
     path = Path(name).expanduser()
     known = not name or name in OURS or not path.exists()
     return name if known else str(path.resolve())
-
-
-def _tree_section(
-    tree: Tree, expected_accept_length: float | None, measured_on: dict[str, Any] | None
-) -> dict[str, Any]:
-    return {
-        "choices": tree.to_json(),
-        "expected_accept_length": expected_accept_length,
-        "measured_on": measured_on,
-    }
 
 
 def _tokenizer_digest(files: dict[str, str]) -> str:

@@ -49,7 +49,7 @@ from specheads.attention.mask import (
 from specheads.attention.tree import RowTrees, Tree, batched
 from specheads.config import ConfigError
 from specheads.models.base import context_length, input_device
-from specheads.models.output import FINAL, TRUNK, capture_hidden, last_layer
+from specheads.models.output import FINAL, TRUNK, capture_hidden, layers_of
 
 # Where one token's pass is made to round as a tree's. It costs some 35 microseconds more per layer
 # and step, which narrow layers would feel, and 20 per 100 keys beside the kernel's 7.
@@ -82,7 +82,7 @@ def capture_for_good(model: PreTrainedModel, taps: Collection[str] = ()) -> _Cap
         wanted = {FINAL, *taps} if known is None else known[1].union(taps)
         if known is None:
             with contextlib.suppress(ValueError):  # a model without a list of layers has no trunk
-                last_layer(model)
+                layers_of(model)
                 wanted.add(TRUNK)
         else:  # a hook in place of another is seen by what is compiled, one more would not be
             known[2].__exit__(None, None, None)

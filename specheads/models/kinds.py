@@ -13,7 +13,7 @@ heads can guess, B rows, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +40,7 @@ def multiplied(features: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor
 class HeadCache(Protocol):
     """What layers of heads that attend remember of the rows' texts; never changed in place."""
 
-    def append(
-        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
-    ) -> tuple[HeadCache, Tensor]:
+    def append(self, hidden: Tensor, counts: Sequence[int], tokens: Tensor) -> tuple[Self, Tensor]:
         """Read on.
 
         Args:
@@ -55,7 +53,7 @@ class HeadCache(Protocol):
             The cache with them, and what the layers make of each row's last position, [..., B, d].
         """
 
-    def select(self, rows: Tensor) -> HeadCache:
+    def select(self, rows: Tensor) -> Self:
         """Return the cache of the rows ``rows`` [R] (long), in that order."""
 
 

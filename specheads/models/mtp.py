@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from specheads.models.head_cache import LayerCache, Slots, attention_of, odd_num
 from specheads.models.kinds import Begin, Heads
 from specheads.models.manifest import one_line
 from specheads.models.mtp_walk import MtpWalk, TextCache
-from specheads.models.output import FINAL, TRUNK, OutputLayer, final_norm, last_layer
+from specheads.models.output import FINAL, TRUNK, OutputLayer, final_norm, layers_of
 from specheads.system.errors import check, one_of
 
 
@@ -208,9 +208,7 @@ class MtpHeads(nn.Module, Heads):
         return self
 
     @classmethod
-    def from_settings(
-        cls, settings: MtpConfig, base: PreTrainedModel, output: OutputLayer
-    ) -> MtpHeads:
+    def from_settings(cls, settings: MtpConfig, base: PreTrainedModel, output: OutputLayer) -> Self:
         """Build the heads that the section ``mtp`` of a recipe's settings describes.
 
         ``settings.num_heads`` counts the base's own head, as the paper does: one less is built.
@@ -281,7 +279,7 @@ class MtpHeads(nn.Module, Heads):
         Raises:
             ValueError: if the base's last layer has other tensors than these.
         """
-        state = plain_copy(last_layer(base), base.dtype).state_dict()
+        state = plain_copy(layers_of(base)[-1], base.dtype).state_dict()
         norm = final_norm(base).state_dict()
         matrix = cast(Tensor, base.get_output_embeddings().weight)
         for layer in map(self.layer, range(self.num_heads)):

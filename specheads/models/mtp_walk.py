@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -52,9 +52,7 @@ class TextCache(RootCache):
     run: Run
     window: int | None
 
-    def append(
-        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
-    ) -> tuple[TextCache, Tensor]:
+    def append(self, hidden: Tensor, counts: Sequence[int], tokens: Tensor) -> tuple[Self, Tensor]:
         """Read on.
 
         Args:
@@ -70,9 +68,7 @@ class TextCache(RootCache):
         return cache, cache.root
 
     @torch.no_grad()
-    def read(
-        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
-    ) -> tuple[TextCache, Tensor]:
+    def read(self, hidden: Tensor, counts: Sequence[int], tokens: Tensor) -> tuple[Self, Tensor]:
         """Do what :meth:`append` does; return G^k at every new token, [K, B, T, d]."""
         device = self.ends.device
         num_rows, num_new = tokens.shape
