@@ -14,7 +14,6 @@ the root's slot, also where that guesses nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -53,6 +52,8 @@ _NAMES = {
 _LAYER = ("layers.0.", "midlayer.")
 # what is not brought in: a head that says where to stop, and what follows from the rest
 _LEFT = ("confidence_head.", "t2d", "mask_embedding")
+# sections of a config that hold some of what others have at its top
+_NESTED = ("transformer_layer_config", "dflash_config", "eagle_config", "speculators_config")
 _EAGLE_KEYS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -251,21 +252,28 @@ def serve(kind: str, place: str, base: str, info: dict[str, Any]) -> list[Servin
     ]
 
 
-@dataclass
 class Layout:
     """A drafter of others: what its config says, and the files with its tensors.
 
     Attributes:
         files: that hold the tensors.
-        kind: ``dflash``, ``dspark`` or ``eagle3``.
+        kind: ``dflash``, ``dspark`` or ``eagle3``, as :func:`kind_of` says.
         config: its config.json, that of the layer, and what else is nested, in one.
         notes: what the user has to know, in lines.
     """
 
-    files: TensorFiles
-    kind: str
-    config: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
+    def __init__(self, files: TensorFiles, config: dict[str, Any]) -> None:
+        self.files, self.kind, self.notes = files, kind_of(config), list(files.notes)
+        self.config = {key: value for key, value in config.items() if key not in _NESTED}
+        for key in _NESTED:
+            inner = config.get(key) or {}
+            if not isinstance(inner, dict):
+                self._refuse(key, inner, "an object")
+            # what stands outside is the drafter's own, but for the layer's sizes
+            self.config = {**inner, **self.config}
+        methods = self.config.get("proposal_methods")
+        if isinstance(methods, list) and methods and isinstance(methods[0], dict):
+            self.config["speculative_tokens"] = methods[0].get("speculative_tokens")
 
     def check_sizes(self, hidden_size: int, vocab_size: int) -> None:
         """Hold names and shapes of all tensors to what the config and a base model's sizes say.
@@ -438,20 +446,3 @@ def kind_of(config: dict[str, Any]) -> str:
     named = config.get("architectures")
     first = named[0] if isinstance(named, list) and named else ""
     return next((kind for kind, names in _ARCHITECTURES.items() if first in names), "")
-
-
-def layout_of(files: TensorFiles, config: dict[str, Any]) -> Layout:
-    """Return the layout of a folder whose config :func:`kind_of` knows."""
-    nested = ("transformer_layer_config", "dflash_config", "eagle_config", "speculators_config")
-    flat = {key: value for key, value in config.items() if key not in nested}
-    for key in nested:
-        inner = config.get(key) or {}
-        if not isinstance(inner, dict):
-            where = files.where.parent / "config.json"
-            raise ConfigError(f"{where}: {key} is {inner!r:.80}, expected an object")
-        # what stands outside is the drafter's own, but for the layer's sizes
-        flat = {**inner, **flat}
-    methods = flat.get("proposal_methods")
-    if isinstance(methods, list) and methods and isinstance(methods[0], dict):
-        flat["speculative_tokens"] = methods[0].get("speculative_tokens")
-    return Layout(files, kind_of(config), flat, list(files.notes))
