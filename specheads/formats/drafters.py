@@ -415,7 +415,8 @@ class Layout:
             self._refuse("num_hidden_layers", layers, f"1 to {MOST_LAYERS}")
         if not 0 <= rank <= hidden_size:
             self._refuse("markov_rank", rank, f"0 to {hidden_size}")
-        return BlockHeads(number, layers, hidden_size, vocab_size, lm_head, block, kept, rank)
+        common = number, hidden_size, vocab_size, lm_head, block, kept
+        return BlockHeads(*common, num_layers=layers, markov_rank=rank)
 
     def _taps(self) -> list[int]:
         """Return the tapped layers, counted from 0."""

@@ -73,16 +73,7 @@ def eagle_taps(num_base: int, num_taps: int) -> tuple[int, ...]:
 class EagleHeads(TappedHeads):
     """K steps of one EAGLE-3 layer; their contract is :class:`specheads.models.kinds.Heads`.
 
-    Args:
-        num_heads: K.
-        hidden_size: d of the base.
-        vocab_size: V of the base.
-        lm_head: see :class:`specheads.models.tapped.TappedHeads`.
-        form: all sizes and taps given.
-        num_kept: where pruned, the tokens that the heads can guess.
-
-    Raises:
-        ValueError: for numbers out of range.
+    Arguments and errors are those of :class:`specheads.models.tapped.TappedHeads`.
     """
 
     config_keys = ("num_heads", "hidden_size", "vocab_size", "lm_head", "num_kept", "form")
@@ -92,18 +83,10 @@ class EagleHeads(TappedHeads):
     sequential = walks_text = True
     form: EagleForm
 
-    def __init__(
-        self,
-        num_heads: int,
-        hidden_size: int,
-        vocab_size: int,
-        lm_head: str,
-        form: EagleForm,
-        num_kept: int = 0,
-    ) -> None:
-        super().__init__(num_heads, hidden_size, vocab_size, lm_head, form, num_kept)
+    def __init__(self, *sizes: Any, **more: Any) -> None:
+        super().__init__(*sizes, **more)
+        form, hidden_size, num_taps = self.form, self.hidden_size, len(self.taps)
         normed = partial(Norm, eps=form.rms_norm_eps)
-        num_taps = len(form.taps)
         self.layer = TappedLayer(hidden_size, form, 2 * hidden_size, normed=False)
         self.hidden_norm = normed(hidden_size)
         self.input_norm = normed(num_taps * hidden_size) if form.norm_before_fc else None

@@ -231,12 +231,15 @@ class Heads(Protocol):
     ) -> Tensor:
         """Return what the output matrix of head ``i`` reads, [..., d_i].
 
+        What is written here is for heads whose ``contextual`` does all of it.
+
         Args:
             i: the head.
             hidden: what ``contextual`` returned, or some positions of it, [..., d] or [K, ..., d].
             tokens: [..., K], the tokens after the position's own; for sequential heads.
             embed: the base's input embedding.
         """
+        return hidden[i]
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
         """Return the matrix [V', d_i] of head ``i``, the base's own or rows of it where shared."""

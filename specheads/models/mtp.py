@@ -384,12 +384,6 @@ class MtpHeads(nn.Module, Heads):
         output = layer.norm(found)
         return (output if self.sequential else found), output
 
-    def features(
-        self, i: int, hidden: Tensor, tokens: Tensor | None = None, embed: Embed | None = None
-    ) -> Tensor:
-        """Return what the output matrix of head ``i`` reads, [..., d], of ``contextual``'s."""
-        return hidden[i]
-
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
         """Return the output matrix [V, d] of head ``i``."""
         own = self.layer(i).lm_head
