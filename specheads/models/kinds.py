@@ -127,7 +127,7 @@ class Heads(Protocol):
         needs_embedding: the heads read tokens through the base's input embedding.
         walks_text: the way down a tree starts from the cache of the text, and not from one hidden
             state. Such a cache can also ``read``, and go back to ``as_it_was``, as
-            :class:`specheads.models.mtp_walk.TextCache` does.
+            :class:`specheads.models.mtp.TextCache` does.
         one_matrix: all heads multiply by one and the same matrix, the base's own or what
             ``output_weight`` makes. One call can then make all of their losses, with one gradient
             buffer of the matrix.
