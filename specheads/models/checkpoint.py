@@ -139,19 +139,6 @@ KINDS: dict[str, type[Heads]] = {
 }
 
 
-def build_heads(config: dict[str, Any]) -> Heads:
-    """Return heads of an export's config.json without memory, whose tensors are still to be read.
-
-    Raises:
-        ValueError: one line, if there are no such heads.
-    """
-    with torch.device("meta"):  # nor is time lost for drawing weights that are replaced at once
-        try:
-            return KINDS[config["kind"]].from_config(config)
-        except (TypeError, ArithmeticError, RuntimeError) as error:
-            raise ValueError(str(error)) from None
-
-
 def named_tensors(heads: Heads) -> dict[str, Tensor]:
     """Return the tensors of ``heads`` by the names that an export gives them."""
     return {heads.tensor_prefix + name: tensor for name, tensor in heads.state_dict().items()}
@@ -167,10 +154,10 @@ def load_heads_file(path: Path, config: dict[str, Any]) -> Heads:
     Raises:
         ConfigError: one line, if config and tensors do not fit together.
     """
-    try:
-        heads = build_heads(config)
-    except ValueError as error:
-        raise ConfigError(f"{path / _CONFIG}: {error}") from None
+    # without memory; nor is time lost for drawing weights that are replaced at once
+    odd = manifest.said_of(path / _CONFIG, TypeError, ArithmeticError, RuntimeError)
+    with odd, torch.device("meta"):
+        heads = KINDS[config["kind"]].from_config(config)
     file, wanted = path / HEADS_FILE, named_tensors(heads)
     tensors = manifest.read_tensors(file, wanted)
     with manifest.one_line(f"{path / _CONFIG}: no rotary table"):
@@ -526,10 +513,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def _load_tree(path: Path, config: dict[str, Any]) -> Tree:
-    try:
+    with manifest.said_of(f"{path / _CONFIG}: tree", TypeError):
         tree = Tree.from_choices(config["tree"]["choices"])
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path / _CONFIG}: tree: {error}") from None
     _check_rank(tree, config, f"{path}: ")  # its depth is held to the heads by read_config
     return tree
 
