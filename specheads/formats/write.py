@@ -221,14 +221,10 @@ FORMATS = {
         loads=True,
     ),
     "vllm_medusa": _MEDUSA(
-        holds="Medusa heads",
-        serve=medusa.serve_vllm,
-        card="Laid out for vLLM 0.28 to 0.32.",
+        holds="Medusa heads", serve=medusa.serve_vllm, card="Laid out for vLLM 0.28 to 0.32."
     ),
     "fasterdecoding_v1": _MEDUSA(
-        holds="Medusa heads, an output matrix each",
-        serve=medusa.serve_tgi,
-        card=f"{_ORIGINAL}.",
+        holds="Medusa heads, an output matrix each", serve=medusa.serve_tgi, card=f"{_ORIGINAL}."
     ),
     "fasterdecoding_v2": _MEDUSA(
         holds="Medusa heads that share the base's output matrix",

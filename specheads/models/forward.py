@@ -463,10 +463,7 @@ class ModelPass:
             if alike:
                 stack.enter_context(masks.ordered_attention(tree, self.cache.rows.longest))
             logits: Tensor = self.model(
-                input_ids=tokens,
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
+                input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True
             ).logits
         return logits[:, : self.num_tokens]
 
