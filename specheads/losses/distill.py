@@ -385,19 +385,14 @@ def check_teacher(
     size = weight.shape[0]
     if isinstance(teacher, StoredTeacher):
         ours, theirs = tuple(teacher.ids.shape), tuple(teacher.log_probs.shape)
+        k, top_k, odd = ours[-1], loss.top_k, len(ours) != 2 or ours != theirs
         refuse(
             {
-                f"the teacher's ids {ours} and log_probs {theirs} must be [N, k]": (
-                    len(ours) != 2 or ours != theirs
-                ),
-                f"the teacher has {ours[-1]} tokens, weight has {size} rows": (
-                    not 0 < ours[-1] < size
-                ),
-                f"top_k is {loss.top_k}, the stored teacher has {ours[-1]} tokens": (
-                    loss.top_k > ours[-1]
-                ),
-                f"temperature is {loss.temperature}; a stored teacher of {ours[-1]} tokens needs a"
-                f" top_k of 1 to {ours[-1]} for that": loss.temperature != 1.0 and not loss.top_k,
+                f"the teacher's ids {ours} and log_probs {theirs} must be [N, k]": odd,
+                f"the teacher has {k} tokens, weight has {size} rows": not 0 < k < size,
+                f"top_k is {top_k}, the stored teacher has {k} tokens": top_k > k,
+                f"temperature is {loss.temperature}; a stored teacher of {k} tokens needs a top_k"
+                f" of 1 to {k} for that": loss.temperature != 1.0 and not top_k,
             }
         )
     else:
@@ -405,19 +400,14 @@ def check_teacher(
         odd = len(ours) != 2 or len(theirs) != 2 or ours[1] != theirs[1]
         bias, kept = teacher.output.bias, teacher.token_map
         told = theirs[:1] if bias is None else tuple(bias.shape)
-        mapped = None if kept is None else tuple(kept.shape)
+        mapped = (size,) if kept is None else tuple(kept.shape)
+        rows, missing = theirs[0], kept is None and size != theirs[0]
         refuse(
             {
                 f"the teacher's hidden {ours} and weight {theirs} must be [N, d], [V, d]": odd,
-                f"the teacher's bias has shape {told}, its weight {theirs[0]} rows": (
-                    told != theirs[:1]
-                ),
-                f"weight has {size} rows, the teacher's {theirs[0]}: token_map is missing": (
-                    kept is None and size != theirs[0]
-                ),
-                f"token_map has shape {mapped}, weight has {size} rows": (
-                    mapped not in (None, (size,))
-                ),
+                f"the teacher's bias has shape {told}, its weight {rows} rows": told != (rows,),
+                f"weight has {size} rows, the teacher's {rows}: token_map is missing": missing,
+                f"token_map has shape {mapped}, weight has {size} rows": mapped != (size,),
             }
         )
     refuse({f"the teacher has {ours[0]} rows, hidden has {len(hidden)}": ours[0] != len(hidden)})

@@ -50,13 +50,12 @@ def check_rows(hidden: Tensor, output: Output, labels: Tensor, row_weight: Tenso
     bias = theirs[:1] if output.bias is None else tuple(output.bias.shape)
     odd = len(ours) != 2 or len(theirs) != 2 or ours[1] != theirs[1]
     many = labels.dim() not in (1, 2) or labels.numel() != ours[0]
+    weights = tuple(row_weight.shape)
     refuse(
         {
             f"hidden {ours} and weight {theirs} must be [N, d], [V, d]": odd,
             f"labels has shape {shape}, hidden has {ours[0]} rows": many,
-            f"row_weight has shape {tuple(row_weight.shape)}, labels {shape}": (
-                row_weight.shape != labels.shape
-            ),
+            f"row_weight has shape {weights}, labels {shape}": weights != shape,
             f"bias has shape {bias}, weight has {theirs[0]} rows": bias != theirs[:1],
         }
     )
