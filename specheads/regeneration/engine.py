@@ -269,16 +269,14 @@ def _tuned_digest(tuned: Path, info: dict[str, Any]) -> str:
 
 
 def _digest(model: str, config: RegenerateConfig) -> str:
-    folder = model_folder(model, revision=config.revision)
+    revision, trust = config.revision, config.trust_remote_code
+    folder = model_folder(model, revision=revision)
     if folder != Path(resolve_name(model)) and not weight_files(folder):
-        load_base_model(  # a hub model that was never used here: fetch it
-            model,
-            revision=config.revision,
-            device="cpu",
-            attn="auto",
-            trust_remote_code=config.trust_remote_code,
+        # a hub model that was never used here: fetch it
+        load_base_model(
+            model, revision=revision, device="cpu", attn="auto", trust_remote_code=trust
         )
-    return base_digest(model, revision=config.revision)
+    return base_digest(model, revision=revision)
 
 
 def weights_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
@@ -305,7 +303,8 @@ def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
 
 def sampling_of(config: RegenerateConfig) -> Sampling:
     """Return how answers are drawn."""
-    return Sampling(**{name: getattr(config, name) for name in (*_DRAWN, "keep_truncated")})
+    names = (*_DRAWN, "keep_truncated", "logprobs")
+    return Sampling(**{name: getattr(config, name) for name in names})
 
 
 def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
