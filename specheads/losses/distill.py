@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -166,7 +167,7 @@ def linear_soft_loss(
     kept = output_of = None
     if isinstance(teacher, StoredTeacher):
         chunk_size = chunk_size or rows_at_once(output.weight)
-        measure = _against_stored(teacher, loss)
+        measure: Measure = partial(_against_stored, teacher, loss)
     else:
         kept, widest = teacher.token_map, teacher.output.weight
         if kept is not None:
@@ -237,34 +238,30 @@ def _against_made(teacher: Teacher, loss: SoftLoss, chunk_size: int) -> Measure:
     return measure
 
 
-def _against_stored(teacher: StoredTeacher, loss: SoftLoss) -> Measure:
-    """Compare with k tokens and the mass of all others.
+def _against_stored(
+    teacher: StoredTeacher, loss: SoftLoss, rows: Tensor, log_s: Tensor, factor: Tensor, slope: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compare with k tokens and the mass of all others, see ``Measure``.
 
     The acceptance is that of the k tokens, a lower bound.
     """
-
-    def measure(
-        rows: Tensor, log_s: Tensor, factor: Tensor, slope: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        ids = teacher.ids.index_select(0, rows).long()
-        log_t = teacher.log_probs.index_select(0, rows).to(log_s.dtype)
-        accepted = overlap(log_s.gather(1, ids), log_t) if loss.compare else None
-        if loss.top_k:
-            ids, log_t = ids[:, : loss.top_k], log_t[:, : loss.top_k] / loss.temperature
-            tail = torch.full_like(log_t[:, :1], -torch.inf)
-        else:
-            tail = (1.0 - log_t.exp().sum(1, keepdim=True)).clamp_min_(_LEAST_TAIL).log_()
-        log_t = log_softmax_(torch.cat([log_t, tail], 1))
-        known = log_s.gather(1, ids)
-        others = log_s.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
-        # These are logits of the buckets as good as any: the slope by them is that by z.
-        buckets = torch.cat([known, others], 1)
-        losses = distance(loss, buckets, log_t, factor, slope)
-        if slope:  # the others' slope is shared among them as their mass is
-            log_s.sub_(others).exp_().mul_(buckets[:, -1:]).scatter_(1, ids, buckets[:, :-1])
-        return losses, accepted
-
-    return measure
+    ids = teacher.ids.index_select(0, rows).long()
+    log_t = teacher.log_probs.index_select(0, rows).to(log_s.dtype)
+    accepted = overlap(log_s.gather(1, ids), log_t) if loss.compare else None
+    if loss.top_k:
+        ids, log_t = ids[:, : loss.top_k], log_t[:, : loss.top_k] / loss.temperature
+        tail = torch.full_like(log_t[:, :1], -torch.inf)
+    else:
+        tail = (1.0 - log_t.exp().sum(1, keepdim=True)).clamp_min_(_LEAST_TAIL).log_()
+    log_t = log_softmax_(torch.cat([log_t, tail], 1))
+    known = log_s.gather(1, ids)
+    others = log_s.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+    # These are logits of the buckets as good as any: the slope by them is that by z.
+    buckets = torch.cat([known, others], 1)
+    losses = distance(loss, buckets, log_t, factor, slope)
+    if slope:  # the others' slope is shared among them as their mass is
+        log_s.sub_(others).exp_().mul_(buckets[:, -1:]).scatter_(1, ids, buckets[:, :-1])
+    return losses, accepted
 
 
 def distance(
