@@ -13,7 +13,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -186,27 +186,19 @@ class Engine:
 
     def decode(self, jobs: Sequence[Job]) -> list[DecodedRow]:
         """Continue prompts with the drafter, those of one limit together."""
+        assert self.drafter is not None
         found: dict[int, DecodedRow] = {}
+        how: dict[str, Any] = {"eos_token_ids": self.turns.end_tokens}
         spans = [(len(job.ids), len(job.ids) + job.limit) for job in jobs]
         for rows in groups_by_side(self.base, spans):
             for limit in sorted({jobs[i].limit for i in rows}):
                 some = [i for i in rows if jobs[i].limit == limit]
-                found |= zip(some, self._decode([jobs[i] for i in some]), strict=True)
+                prompts = [torch.tensor([jobs[i].ids], device=self.base.device) for i in some]
+                ids, how["attention_mask"] = pad_left(prompts)
+                how["sampler"] = replace(self.sampling, seeds=[jobs[i].seed for i in some])
+                done = decode(self.base, self.drafter, ids, max_new_tokens=limit, **how)
+                found |= zip(some, done.rows, strict=True)
         return [found[i] for i in range(len(jobs))]
-
-    def _decode(self, jobs: Sequence[Job]) -> tuple[DecodedRow, ...]:
-        assert self.drafter is not None
-        drawn, seeds, device = self.sampling, [job.seed for job in jobs], self.base.device
-        ids, mask = pad_left([torch.tensor([job.ids], device=device) for job in jobs])
-        return decode(
-            self.base,
-            self.drafter,
-            ids,
-            attention_mask=mask,
-            max_new_tokens=jobs[0].limit,
-            sampler=Sampler(drawn.temperature, drawn.top_k, drawn.top_p, seeds=seeds),
-            eos_token_ids=self.turns.end_tokens,
-        ).rows
 
 
 @dataclass(frozen=True)
