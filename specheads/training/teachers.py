@@ -326,22 +326,18 @@ def _laid_out(
     batch: Batch, places: Sequence[_Place], answers: Sequence[Sequence[int]], pad_token_id: int
 ) -> Batch:
     """Return the batch with ``answers`` from each place's cut on; other documents are left out."""
-    old = {key: batch[key] for key in ("input_ids", "labels", "segment_ids")}
-    new: dict[str, Tensor] = {
-        "input_ids": torch.full_like(old["input_ids"], pad_token_id),
-        "labels": torch.full_like(old["labels"], IGNORE),
-        "segment_ids": torch.zeros_like(old["segment_ids"]),
-    }
+    free = {"input_ids": pad_token_id, "labels": IGNORE, "segment_ids": 0}
+    new = {key: torch.full_like(batch[key], value) for key, value in free.items()}
     for place, answer in zip(places, answers, strict=True):
         row, end = place.row, place.cut + len(answer)
         written = torch.tensor(list(answer), dtype=torch.long)
         prompt, whole = slice(place.start, place.cut), slice(place.start, end)
-        new["input_ids"][row, prompt] = old["input_ids"][row, prompt]
+        new["input_ids"][row, prompt] = batch["input_ids"][row, prompt]
         new["input_ids"][row, place.cut : end] = written
         new["labels"][row, place.cut : end] = written
-        new["segment_ids"][row, whole] = old["segment_ids"][row, whole]
+        new["segment_ids"][row, whole] = batch["segment_ids"][row, whole]
     # positions restart with every document, and padding is a document like any other
-    segments, places_of = new["segment_ids"], torch.arange(old["segment_ids"].shape[1])
+    segments, places_of = new["segment_ids"], torch.arange(batch["segment_ids"].shape[1])
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
     new["position_ids"] = places_of - torch.where(begins, places_of, 0).cummax(1).values
