@@ -230,10 +230,9 @@ def _against_made(teacher: Teacher, loss: SoftLoss, chunk_size: int) -> Measure:
             z.sub_(log_sum.index_select(0, rows)[:, None])
         elif not loss.compare or some or loss.temperature != 1.0:
             log_softmax_(z)  # of logarithms of probabilities as of logits
-        log_t = z if kept is None or alone else z.index_select(1, kept)
-        return distance(
-            loss, log_s, log_t.to(log_s.dtype), factor, slope, restricted=kept is not None
-        ), accepted
+        log_t = (z if kept is None or alone else z.index_select(1, kept)).to(log_s.dtype)
+        losses = distance(loss, log_s, log_t, factor, slope, restricted=kept is not None)
+        return losses, accepted
 
     return measure
 

@@ -270,9 +270,8 @@ def rank_of(logits: Tensor, target: Tensor) -> Tensor:
     parts = zip(logits.split(step), target.split(step), strict=True)
     # Zeros and ones of the logits' own dtype, in which float32 counts to 2^24: on a CPU that takes
     # half the time of a sum of bool into int32, and that a tenth of one into int64.
-    return torch.cat(
-        [torch.gt(z, t, out=torch.empty_like(z)).sum(1, keepdim=True) for z, t in parts]
-    )
+    above = [torch.gt(z, t, out=torch.empty_like(z)).sum(1, keepdim=True) for z, t in parts]
+    return torch.cat(above)
 
 
 def _add_product(total: Tensor, slope: Tensor, x: Tensor, *, first: bool) -> None:
