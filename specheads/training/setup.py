@@ -67,10 +67,8 @@ def read_data(cfg: TrainConfig) -> Read:
     """
     dropped = Dropped()
     if not cfg.data.streaming:
-        train, heldout = (
-            load_records(cfg.data, split, dropped=dropped) for split in ("train", "heldout")
-        )
-        return Read(train, heldout, dropped)
+        train = load_records(cfg.data, "train", dropped=dropped)
+        return Read(train, load_records(cfg.data, "heldout", dropped=dropped), dropped)
     needs_all = {
         "data.growth": cfg.data.growth,
         "features.dir": "" if cfg.features.dir == "auto" else cfg.features.dir,
@@ -144,15 +142,15 @@ def load_base(
     tokenizer = bases.load_tokenizer(model.name, revision=which, trust_remote_code=trusted)
     how: bases.Loading = {"dtype": model.dtype, "device": cfg.device, "attn": model.attn}
     how["trust_remote_code"] = trusted
-    base = (
-        bases.load_base_model(model.name, revision=which, quantization=model.quantization, **how)
-        if weights
-        else bases.described(model.name, revision=which, trust_remote_code=trusted)
-    )
-    bases.check_tokenizer(tokenizer, base)
-    output = (
-        checked_output(base, cfg.loss) if weights else OutputLayer(base.get_output_embeddings())
-    )
+    if weights:
+        method = model.quantization
+        base = bases.load_base_model(model.name, revision=which, quantization=method, **how)
+        bases.check_tokenizer(tokenizer, base)
+        output = checked_output(base, cfg.loss)
+    else:
+        base = bases.described(model.name, revision=which, trust_remote_code=trusted)
+        bases.check_tokenizer(tokenizer, base)
+        output = OutputLayer(base.get_output_embeddings())
     if train_base and cfg.adapter.kind == "lora":
         add_adapter(base, cfg.adapter, seed=cfg.seed)
     if train_base and model.gradient_checkpointing:
