@@ -27,13 +27,7 @@ from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow, pad_left
 from specheads.decoding.stream import Job, PlainStream
 from specheads.drafters.contract import Drafter
-from specheads.models.base import (
-    check_tokenizer,
-    context_length,
-    end_tokens,
-    load_base_model,
-    load_tokenizer,
-)
+from specheads.models import base as bases
 from specheads.models.checkpoint import load_export, read_config
 from specheads.models.digest import file_sha256, weight_files
 from specheads.models.forward import groups_by_side
@@ -75,7 +69,7 @@ class Engine:
     def __post_init__(self) -> None:
         if tree_support(self.base).kind != "tree":
             self.batch_size = 1
-        self.context = context_length(self.base) or 1 << 40
+        self.context = bases.context_length(self.base) or 1 << 40
         self._outcome = Outcome()  # since the last one that was yielded
 
     def answer(self, records: Sequence[Record]) -> Iterator[Outcome]:
@@ -265,7 +259,7 @@ def _digest(model: str, config: RegenerateConfig) -> str:
     folder = model_folder(model, revision=revision)
     if folder != Path(resolve_name(model)) and not weight_files(folder):
         # a hub model that was never used here: fetch it
-        load_base_model(
+        bases.load_base_model(
             model, revision=revision, device="cpu", attn="auto", trust_remote_code=trust
         )
     return base_digest(model, revision=revision)
@@ -311,10 +305,10 @@ def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
         export = load_export(config.checkpoint, base=original, **on)
         base, tokenizer, drafter = export.base, export.tokenizer, exported_drafter(export)
     else:
-        tokenizer = load_tokenizer(who.model, revision=revision, trust_remote_code=trust)
-        base = load_base_model(who.model, revision=revision, attn="auto", **on)
-        check_tokenizer(tokenizer, base)
-    turns = TurnEncoder(tokenizer, end_tokens(base, tokenizer))
+        tokenizer = bases.load_tokenizer(who.model, revision=revision, trust_remote_code=trust)
+        base = bases.load_base_model(who.model, revision=revision, attn="auto", **on)
+        bases.check_tokenizer(tokenizer, base)
+    turns = TurnEncoder(tokenizer, bases.end_tokens(base, tokenizer))
     made = {"model": who.model, "revision": revision, **asdict(who)}
     made["dtype"] = str(base.dtype).removeprefix("torch.")
     sampling, size = sampling_of(config), config.batch_size
