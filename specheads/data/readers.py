@@ -253,13 +253,8 @@ def _hub_rows(data: DataConfig, split: str, row: int = 0, place: object = None) 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
-        found = datasets.load_dataset(
-            data.path,
-            name=data.subset,
-            split=split,
-            revision=data.revision,
-            streaming=data.streaming,
-        )
+        how: Any = {"revision": data.revision, "streaming": data.streaming}
+        found = datasets.load_dataset(data.path, name=data.subset, split=split, **how)
         names = found.column_names
         if names is not None:  # a stream may not know them
             found = found.select_columns(usable(names, data.columns, what))

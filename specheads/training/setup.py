@@ -245,22 +245,11 @@ def load_data(
         print(f"train: {said}\nheldout: {heldout.summary()}", flush=True)
         if dropped:
             print(f"read: {dropped.summary()}", flush=True)
-    summary = {
-        "source": wanted.source,
-        "path": wanted.path,
-        "kinds": list(wanted.kinds),
-        "seq_len": wanted.seq_len,
-        "train": counts,  # of a stream: what has been read when this is written
-        "heldout": heldout.counts,
-        "dropped": dropped.counts,
-    }
-    heldout_rows = one_pass(
-        heldout.documents,
-        seq_len=wanted.seq_len,
-        rows=min(wanted.rows, 8),
-        pad_token_id=pad,
-        max_rows=cfg.evaluate.loss_rows,
-    )
+    summary = {key: getattr(wanted, key) for key in ("source", "path", "kinds", "seq_len")}
+    # the counts of a stream are of what has been read when this is written
+    summary |= {"train": counts, "heldout": heldout.counts, "dropped": dropped.counts}
+    shape = {"seq_len": wanted.seq_len, "rows": min(wanted.rows, 8), "pad_token_id": pad}
+    heldout_rows = one_pass(heldout.documents, **shape, max_rows=cfg.evaluate.loss_rows)
     return Data(train, heldout_rows, read.heldout, summary, dropped)
 
 
