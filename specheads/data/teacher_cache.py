@@ -47,6 +47,7 @@ from specheads.models.output import FINAL, OutputLayer, packed_taps
 from specheads.system.errors import refuse
 from specheads.system.files import locked, whole_file
 
+Corpus = Sequence[Encoded]
 INDEX = "index.json"
 # of the numbers in one shard, which is held in memory while it fills; one document may have more
 SHARD_BYTES = 256 << 20
@@ -194,8 +195,8 @@ def computed_by(model: ModelConfig, autocast: str) -> dict[str, str]:
 
 
 def plan_features(
-    folder: str | Path,
-    documents: Sequence[Encoded],
+    folder: Path,
+    documents: Corpus,
     made_of: dict[str, str],
     *,
     hidden_size: int,
@@ -227,17 +228,11 @@ def plan_features(
     if tuple(taps) != (FINAL,):  # of the final ones alone the index says what it always said
         settings["taps"], made_of["taps"] = list(taps), ", ".join(taps)
     lengths = [len(document.input_ids) for document in documents]
-    place = Path(folder).expanduser()
-    return _laid_out(Plan("features", place, made_of, settings, lengths, [], tuple(taps)))
+    return _laid_out(Plan("features", folder, made_of, settings, lengths, [], tuple(taps)))
 
 
 def plan_top_logits(
-    folder: str | Path,
-    documents: Sequence[Encoded],
-    made_of: dict[str, str],
-    *,
-    vocab_size: int,
-    top_k: int,
+    folder: Path, documents: Corpus, made_of: dict[str, str], *, vocab_size: int, top_k: int
 ) -> Plan:
     """Lay a stored teacher out before anything is run, or read the layout of the one there.
 
@@ -257,9 +252,9 @@ def plan_top_logits(
         raise ConfigError(f"draft.stored_top_k must be in 1..{vocab_size - 1}, got {top_k}")
     chosen = {"vocabulary": str(vocab_size), "stored_top_k": str(top_k)}
     made_of = {**made_of, "documents": _documents_digest(documents), **chosen}
-    settings, place = {"top_k": top_k, "vocab_size": vocab_size}, Path(folder).expanduser()
+    settings = {"top_k": top_k, "vocab_size": vocab_size}
     lengths = [len(document.input_ids) for document in documents]
-    return _laid_out(Plan("stored teacher", place, made_of, settings, lengths, []))
+    return _laid_out(Plan("stored teacher", folder, made_of, settings, lengths, []))
 
 
 def _laid_out(plan: Plan) -> Plan:
@@ -308,7 +303,7 @@ def _stored_places(plan: Plan) -> list[tuple[str, tuple[int, int]]]:
     return found
 
 
-def _documents_digest(documents: Sequence[Encoded]) -> str:
+def _documents_digest(documents: Corpus) -> str:
     # names and labels are left out: what the base computes does not depend on them
     digest = hashlib.sha256()
     for document in documents:
@@ -320,7 +315,7 @@ def _documents_digest(documents: Sequence[Encoded]) -> str:
 @torch.no_grad()
 def write_cache(
     plan: Plan,
-    documents: Sequence[Encoded],
+    documents: Corpus,
     base: PreTrainedModel | None,
     shape: tuple[int, int],
     *,
@@ -386,7 +381,7 @@ def write_cache(
 
 
 def _computed(
-    documents: Sequence[Encoded],
+    documents: Corpus,
     base: PreTrainedModel,
     shape: tuple[int, int],
     plan: Plan,
@@ -457,7 +452,7 @@ def _told(document: Encoded, plan: Plan) -> dict[str, Tensor]:
     return {"ids": ids, "log_probs": log_probs}
 
 
-def check_told(documents: Sequence[Encoded], top_k: int, vocab_size: int) -> str:
+def check_told(documents: Corpus, top_k: int, vocab_size: int) -> str:
     """Return a digest of the likeliest tokens that records bring along; empty where none does.
 
     Raises:
