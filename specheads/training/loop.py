@@ -305,11 +305,11 @@ def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None =
     progress = checkpoints.Progress(step=stage.first_step, stage=stage.name)
     if checkpoint is not None:
         saved = checkpoints.load_progress(checkpoint)
-        if saved.stage != stage.name and saved.step >= last_step:
-            return last_step
         if saved.stage == stage.name:
             progress = saved
-        else:
+        elif saved.step >= last_step:
+            return last_step
+        else:  # of an earlier stage
             checkpoint = None
     parameters = best.trained(stage.objective, stage.groups)
     engine = open_engine(stage.objective, stage.groups, cfg)
