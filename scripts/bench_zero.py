@@ -107,8 +107,9 @@ def storages(tensors: Iterable[Any]) -> dict[int, int]:
     """Return address -> bytes of what ``tensors`` lie in, each once."""
     found: dict[int, int] = {}
     for tensor in tensors:
-        # a compiler that ran in this process leaves tensors that lie nowhere
-        if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor) and not tensor.is_meta:
+        # a compiler that ran in this process leaves tensors that lie nowhere, tests others
+        real = isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor)
+        if real and tensor.device.type in ("cpu", "cuda"):
             storage = tensor.untyped_storage()
             if storage.nbytes() >= SMALL:
                 found[storage.data_ptr()] = storage.nbytes()

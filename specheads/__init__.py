@@ -28,11 +28,8 @@ __all__ = [
     "run_recipe",
 ]
 
-# torch and transformers take seconds to import: only what is used is
-_LAZY = {
-    **dict.fromkeys(
-        ("Comparison", "Generated", "Model", "Piece", "load", "run_recipe"), "specheads.front"
-    ),
+# torch and transformers take seconds to import: only what is used is, all of specheads.front but
+_ELSEWHERE = {
     "SpecDecoder": "specheads.decoding.generate",
     "TreeCache": "specheads.attention.cache",
     "load_export": "specheads.models.checkpoint",
@@ -40,13 +37,13 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    return getattr(import_module(_ELSEWHERE.get(name, "specheads.front")), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted({*globals(), *__all__})
 
 
 register()

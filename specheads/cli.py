@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+from pathlib import Path
 
 from specheads.system import __version__
 
@@ -27,23 +28,13 @@ COMMANDS = {
 # the same under the names of the modules, and as people type them
 ALIASES = {"tree_search": "tree", "tree-search": "tree", "spec-bench": "spec_bench"}
 
-_EXAMPLES = """\
-examples:
-  specheads doctor
-  specheads train +recipe=medusa1 model=/path/to/model data=jsonl data.path=my.jsonl name=mine
-  specheads tree checkpoint=runs/mine/export
-  specheads bench checkpoint=runs/mine/export json=true | jq .headline.speedup_vs_plain
-  specheads chat checkpoint=runs/mine/export
-
-specheads <command> --help shows examples and every setting; python -m specheads.<command> is the
-same. Exit codes: 0 done, 1 failed, 2 wrong usage, 75 interrupted and resumable."""
-
 
 def usage() -> str:
     """Return the list of commands."""
     lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
     head = [f"specheads {__version__}", "usage: specheads <command> key=value ..."]
-    return "\n".join([*head, *lines, _EXAMPLES])
+    examples = Path(__file__).with_name("examples.txt").read_text(encoding="utf-8").rstrip()
+    return "\n".join([*head, *lines, examples])
 
 
 def main() -> None:

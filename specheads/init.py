@@ -11,8 +11,7 @@ from pathlib import Path
 from specheads.config import ConfigError, InitConfig, TrainConfig
 from specheads.config.compose import composed
 from specheads.config.main import hydra_main, tidy_arguments
-from specheads.config.own import first_file
-from specheads.system.files import write_whole
+from specheads.system.files import filled, write_whole
 
 
 def run(config: InitConfig) -> None:
@@ -28,7 +27,9 @@ def run(config: InitConfig) -> None:
     words = [f"recipe={config.recipe}", f"model={config.model}", f"data={config.data}"]
     words = [*(word for word in words if not word.endswith("=")), f"name={name}"]
     settings = composed("train", TrainConfig, [*tidy_arguments(words), f"run_dir=runs/{name}"])
-    write_whole(output, first_file(words, settings))
+    given = [word.replace("=", ": ", 1) for word in words]
+    template = Path(__file__).with_name("config") / "first.yaml.j2"
+    write_whole(output, filled(template, given=given, settings=settings))
     print(f"wrote {output}; next: specheads train config={output} dry_run=true")
 
 

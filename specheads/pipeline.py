@@ -26,27 +26,14 @@ from specheads.data.chat import Encoder
 from specheads.data.schema import Record
 from specheads.decoding.stream import continue_prompts
 from specheads.formats import card
+from specheads.measure import evaluate as evaluation
 from specheads.measure.calibrate import Calibration, Search, calibrate, describe_expected
 from specheads.measure.clock import Budget
-from specheads.measure.evaluate import (
-    decode_heldout,
-    decode_with_draft,
-    describe_costs_of_drafting,
-    final_draft_evaluation,
-    final_evaluation,
-    write_prompts,
-)
+from specheads.measure.evaluate import decode_heldout, decode_with_draft, write_prompts
 from specheads.measure.hits import Texts
+from specheads.models import checkpoint
 from specheads.models.adapters import has_adapter, merge_adapter, merges
 from specheads.models.base import context_length, end_tokens, torch_dtype, without_weights
-from specheads.models.checkpoint import (
-    Export,
-    as_loaded,
-    origin,
-    read_config,
-    save_export,
-    set_tree,
-)
 from specheads.models.draft import save_draft
 from specheads.models.kinds import Heads
 from specheads.models.manifest import read_provenance
@@ -281,14 +268,14 @@ class Speculation:
             "data": self.data.summary,
             "best": chosen_step(log.dir),
         }
-        info = origin(
+        info = checkpoint.origin(
             name, training, revision=cfg.model.revision, dtype=cfg.model.dtype,
             quantization=quantization_of(base),
         )  # fmt: skip
         tuned_base = base if tuned else None
-        save_export(export, heads, self.tokenizer, tree, info, tuned_base=tuned_base)
+        checkpoint.save_export(export, heads, self.tokenizer, tree, info, tuned_base=tuned_base)
         with improving(export, log) as measuring:
-            card.write(export, "native", read_config(export))
+            card.write(export, "native", checkpoint.read_config(export))
             figures: dict[str, float] = {}
             budget = measuring_time(cfg.evaluate, log)
             log.doing("measuring held-out loss and accuracy")
@@ -313,17 +300,18 @@ class Speculation:
                 with measuring("the tree"), torch.inference_mode():
                     chosen = calibrate(base, heads, self.output, texts, search)
             length, about = chosen.expected_accept_length or None, chosen.measured_on or None
-            set_tree(export, chosen.tree, length, about, heldout=figures)
+            checkpoint.set_tree(export, chosen.tree, length, about, heldout=figures)
             log.say(f"tree of {chosen.tree.num_nodes} nodes; exported to {export}")
             if not chosen.speculate:
                 log.say("slower than plain decoding on this machine: do not speculate here")
-            config, prompts = read_config(export), log.dir / "prompts.jsonl"
-            loaded = Export(base, as_loaded(heads, base), self.tokenizer, chosen.tree, config)
+            config, prompts = checkpoint.read_config(export), log.dir / "prompts.jsonl"
+            parts = base, checkpoint.as_loaded(heads, base), self.tokenizer, chosen.tree
+            loaded = checkpoint.Export(*parts, config)
             write_prompts(prompts, self.records)
             found = Outcome({})
             log.doing("measuring accept length and speed")
             with measuring("accept length and speed"):
-                found = final_evaluation(
+                found = evaluation.final_evaluation(
                     loaded, prompts, cfg.evaluate, budget, samples=cfg.log.samples
                 )
                 log.outcome(steps, found)
@@ -379,7 +367,8 @@ class Drafting:
         say_plan(self.cfg, log, [stage], parts, self.draft.get_output_embeddings().weight, notes)
         if dist.is_main() and self.base.device.type != "meta":
             evaluate = self.cfg.evaluate
-            log.say(describe_costs_of_drafting(self.base, self.draft, self.prompts[0], evaluate))
+            models, prompt = (self.base, self.draft), self.prompts[0]
+            log.say(evaluation.describe_costs_of_drafting(*models, prompt, evaluate))
 
     def export(self, log: RunLog, steps: int) -> None:
         """Write the draft model as a plain Hugging Face folder, then measure it; on rank 0, alone.
@@ -400,7 +389,7 @@ class Drafting:
             "data": self.data.summary,
             "best": chosen_step(log.dir),
         }
-        info = origin(model.name, training, revision=model.revision, dtype=model.dtype)
+        info = checkpoint.origin(model.name, training, revision=model.revision, dtype=model.dtype)
         save = partial(save_draft, export, exported, self.tokenizer)
         save(info | {"measured": {}})
         log.say(f"saved to {export}")
@@ -421,7 +410,7 @@ class Drafting:
             write_prompts(prompts, self.records)
             found = Outcome({})
             with measuring("accept length and speed"):
-                found = final_draft_evaluation(
+                found = evaluation.final_draft_evaluation(
                     self.base, exported, self.tokenizer, prompts, cfg.evaluate, budget,
                     samples=cfg.log.samples,
                 )  # fmt: skip

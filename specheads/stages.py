@@ -26,13 +26,9 @@ from specheads.data.load import read_jsonl
 from specheads.data.pack import check_isolation
 from specheads.decoding.exported import load_subject
 from specheads.formats import card
-from specheads.measure import bench
-from specheads.measure.clock import make_batches, prompts_of, take_turn
-from specheads.measure.diagnose import examine
-from specheads.measure.evaluate import write_prompts
-from specheads.measure.render import bench_text, interval
+from specheads.measure import bench, clock, diagnose, evaluate, render
 from specheads.models.base import Loading, context_length, load_base_model, load_tokenizer
-from specheads.models.output import num_layers
+from specheads.models.output import layers_of
 from specheads.models.support import tree_support
 from specheads.pipeline import run_recipe
 from specheads.regeneration.answering import regenerate
@@ -42,12 +38,11 @@ from specheads.runs.directory import is_used, lock, unlock
 from specheads.system import hardware
 from specheads.system.errors import ConfigError, RunError
 from specheads.system.files import write_whole
+from specheads.training import rule, setup
 from specheads.training.engine import param_groups
 from specheads.training.loop import Stage
 from specheads.training.objectives import HeadsObjective
 from specheads.training.plan import plan_stage
-from specheads.training.rule import decide, steps_for_time
-from specheads.training.setup import build_heads, load_base, load_data, read_data
 from specheads.training.teachers import cached_features
 
 Say = Callable[[str], None]
@@ -71,7 +66,7 @@ def best_recipe(base: PreTrainedModel) -> str:
     Block heads read states between its layers, and their trees need a base that takes trees.
     """
     try:
-        num_layers(base)
+        layers_of(base)
     except ValueError:
         return "hydra"
     return "block" if tree_support(base).kind == "tree" else "hydra"
@@ -195,7 +190,7 @@ class _Stages:
         name = self.config.model
         tokenizer = load_tokenizer(name, trust_remote_code=self.config.trust_remote_code)
         base = load_base_model(name, **self.loading)
-        for finding in examine(base, tokenizer):
+        for finding in diagnose.examine(base, tokenizer):
             self.say(f"{finding.name}: {finding.text}")
             if not finding.ok:
                 raise RunError(f"{name} cannot be decoded with guesses: {finding.text}")
@@ -294,12 +289,12 @@ class _Stages:
     def store_features(self) -> None:
         """Store the base's hidden states, and count the steps that the time holds."""
         cfg, begun = self._training(), time.monotonic()
-        read = read_data(cfg)
-        base, output, tokenizer = load_base(cfg)
-        data = load_data(cfg, base, tokenizer, train_base=False, read=read)
-        write_prompts(self.folder / "heldout.jsonl", data.heldout_records)
-        cfg = decide(cfg, base, data.train)
-        heads = build_heads(cfg, base, output, data)
+        read = setup.read_data(cfg)
+        base, output, tokenizer = setup.load_base(cfg)
+        data = setup.load_data(cfg, base, tokenizer, train_base=False, read=read)
+        evaluate.write_prompts(self.folder / "heldout.jsonl", data.heldout_records)
+        cfg = rule.decide(cfg, base, data.train)
+        heads = setup.build_heads(cfg, base, output, data)
         batches, _, _ = cached_features(cfg, base, data, self.progress, heads.taps)
         objective = HeadsObjective(
             None if cfg.features.dir else base, heads, cfg.loss,
@@ -310,7 +305,7 @@ class _Stages:
         left = self.progress.left - (time.monotonic() - begun) / 60
         minutes = left - MEASURING * self.config.minutes
         # its steps of the optimizer are not in what was clocked, nor are evaluations
-        fitting = steps_for_time(0.85 * minutes, found.seconds_per_step)
+        fitting = rule.steps_for_time(0.85 * minutes, found.seconds_per_step)
         self.plan["steps"] = min(PASSES * cfg.steps, fitting)
         self.say(f"{self.plan['steps']:,} steps of {found.seconds_per_step:.2f} seconds")
 
@@ -318,9 +313,9 @@ class _Stages:
         """Train heads, choose their tree, and export them."""
         steps = self.plan["steps"]
         # once, in the middle, and not in a short run: it takes as long as many steps
-        evaluate = steps // 2 + 1 if self.config.minutes > 30 else 0
+        middle = steps // 2 + 1 if self.config.minutes > 30 else 0
         resume = "auto" if is_used(self.folder / "training") else ""
-        often = f"checkpoint.every={max(1, steps // 10)}", f"evaluate.every={evaluate}"
+        often = f"checkpoint.every={max(1, steps // 10)}", f"evaluate.every={middle}"
         cfg = self._training(f"steps={steps}", *often, f"resume={resume}")
         run_recipe(load_recipe(cfg.recipe), cfg, self.say)
 
@@ -340,17 +335,17 @@ class _Stages:
         heldout = read_jsonl(self.folder / "heldout.jsonl")
         others = [record for record in heldout if record["id"] not in seen]
         path = self.folder / "measured.jsonl"  # the tree was not chosen on these, if there are any
-        write_prompts(path, others or heldout)
+        evaluate.write_prompts(path, others or heldout)
         base, tokenizer = subject.base, subject.tokenizer
-        first, _ = prompts_of(base, tokenizer, path, 1, NEW_TOKENS)
+        first, _ = clock.prompts_of(base, tokenizer, path, 1, NEW_TOKENS)
         begun = time.monotonic()
-        for _ in take_turn(methods, make_batches(first, 1)[0], 0.0, prefill=True):
+        for _ in clock.take_turn(methods, clock.make_batches(first, 1)[0], 0.0, prefill=True):
             pass  # met for the first time, which takes longer: never too little time
         seconds = (time.monotonic() - begun) * len(TEMPERATURES)
         # what a killed stage took is not known: never longer than its share
         minutes = min(max(self.progress.left, 1), MEASURING * self.config.minutes)
         number = max(4, int(60 * minutes / seconds))
-        prompts, digest = prompts_of(base, tokenizer, path, number, NEW_TOKENS)
+        prompts, digest = clock.prompts_of(base, tokenizer, path, number, NEW_TOKENS)
         settings = {
             "checkpoint": str(run / "export"),
             "tree": subject.export.tree.to_json(),
@@ -363,7 +358,7 @@ class _Stages:
             base, methods, prompts, plan, settings=settings, headline=quoted
         )
         write_whole(self.folder / "bench.json", json.dumps(result, indent=1) + "\n")
-        print(bench_text(result))
+        print(render.bench_text(result))
         card.measured(run / "export", result)
 
     def conclude(self) -> dict[str, Any]:
@@ -373,7 +368,7 @@ class _Stages:
         quoted = result["headline"]["method"]
         rows = {r["temperature"]: r for r in result["rows"] if r["method"] == quoted}
         told = ", ".join(
-            f"{row['speedup_vs_plain']:.2f}x ({interval(row['speedup_vs_plain_ci95'])}) at"
+            f"{row['speedup_vs_plain']:.2f}x ({render.interval(row['speedup_vs_plain_ci95'])}) at"
             f" T={temperature:g}"
             for temperature, row in rows.items()
         )

@@ -31,12 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    AttentionMaskInterface,
-    causal_mask_function,
-)
+from transformers import AttentionInterface, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from specheads.attention.cache import RowEnds, TreeCache
@@ -86,7 +81,8 @@ def hearing(rules: list[Callable[..., Tensor]]) -> contextlib.AbstractContextMan
 def _install() -> None:
     """Register the wrappers once; without an active tree they only pass through."""
     for name in SUPPORTED_ATTENTION:
-        AttentionMaskInterface.register(name, _tree_aware(ALL_MASK_ATTENTION_FUNCTIONS[name], name))
+        stock = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name]
+        masking_utils.AttentionMaskInterface.register(name, _tree_aware(stock, name))
 
 
 def _tree_aware(make_mask: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -102,7 +98,7 @@ def _tree_aware(make_mask: Callable[..., Any], name: str) -> Callable[..., Any]:
                 f"the active tree has {tree.num_nodes} nodes, the forward pass {num_tokens} tokens"
             )
         rule, device = kwargs["mask_function"], torch.device(kwargs["device"])
-        plain = rule is causal_mask_function and kwargs.get("attention_mask") is None
+        plain = rule is masking_utils.causal_mask_function and kwargs.get("attention_mask") is None
         if plain and name != "flex_attention":
             exact = kwargs["kv_length"] == rows.longest + num_tokens
             if exact and isinstance(tree, Tree) and rows.uniform:

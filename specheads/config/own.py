@@ -1,4 +1,4 @@
-"""A user's own YAML file of settings, ``config=my.yaml``, and how ``specheads init`` begins one.
+"""A user's own YAML file of settings, ``config=my.yaml``, as ``specheads init`` begins one.
 
 The file holds what a command line would, ``optim.lr: 1e-3`` or ``optim: {lr: 1e-3}``. What stands
 on the command line itself counts more.
@@ -74,38 +74,3 @@ def _leaves(values: Mapping[Any, Any], above: str) -> Iterator[tuple[str, str]]:
             yield from _leaves(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", hydra_word(value)
-
-
-# the settings that decide most, and why one would change them
-REASONS = {
-    "seed": "two runs that differ in nothing else tell how much chance there is in a figure",
-    "steps": "optimizer steps of the whole run; 0: by rule, from data, said in its first lines",
-    "optim.lr": "of the heads; 0: by rule, from the base's width; too high and the loss jumps",
-    "heads.num_heads": "tokens guessed ahead; the last ones are seldom right and cost as much",
-    "data.seq_len": "tokens of a row; longer answers are left out, memory grows with it",
-    "data.rows": "rows of a step; halve it, and double optim.accumulation, if memory runs out",
-    "features.dir": "where the base's hidden states are kept, so that it runs once; auto: beside"
-    " the runs; '': it runs in every step",
-    "evaluate.every": "steps between real decodings of held-out prompts; the best weights are kept;"
-    " 0: only at the end",
-    "checkpoint.every": "steps that a killed run loses at most; resume=auto goes on; 0: all",
-    "log.wandb": "auto: Weights & Biases, if it is installed and logged in; disabled",
-}
-
-
-def first_file(words: Sequence[str], settings: Any) -> str:
-    """Return a YAML file with a run's settings: those given, and those of :data:`REASONS`.
-
-    Args:
-        words: ``key=value``, what names recipe, model and data.
-        settings: the checked settings that they make, a ``TrainConfig``.
-    """
-    lines = ["# specheads train config=<this file>; what the command line says counts more"]
-    lines += [f"{key.lstrip('+')}: {value}" for key, _, value in (w.partition("=") for w in words)]
-    for key, why in REASONS.items():
-        value = settings
-        for name in key.split("."):
-            value = getattr(value, name)
-        shown = "''" if value == "" else value
-        lines += [f"# {why}", f"{key}: {shown}"]
-    return "\n".join(lines) + "\n"

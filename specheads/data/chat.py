@@ -358,12 +358,13 @@ class Documents:
             counts["unlabelled"] += 1
             reason = "with empty answers" if learned else "with nothing to learn"
             raise RecordError(reason, where=f"record {record['id']}", row=record)
+        found = [encoded]
         if len(encoded.input_ids) > self.seq_len:
             if "text" not in record:
                 counts["too_long"] += 1
                 return []
             counts["split"] += 1
-        found = _pieces(encoded, self.seq_len)
+            found = _pieces(encoded, self.seq_len)
         if self.learn_all:
             found = [replace(document, labels=document.input_ids, top=None) for document in found]
         counts["documents"] += len(found)
@@ -430,8 +431,6 @@ def _has_labels(encoded: Encoded) -> bool:
 
 
 def _pieces(encoded: Encoded, seq_len: int) -> list[Encoded]:
-    if len(encoded.input_ids) <= seq_len:
-        return [encoded]
     pieces = []
     for cut in range(0, len(encoded.input_ids), seq_len):
         name, place = f"{encoded.id}+{cut}" if cut else encoded.id, slice(cut, cut + seq_len)

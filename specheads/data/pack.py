@@ -233,12 +233,14 @@ def one_pass(
 ) -> list[Batch]:
     """Return every document once, packed, in batches of at most ``rows`` rows; for evaluation.
 
-    With ``max_rows`` only that many rows, drawn at random but always the same ones.
+    With ``max_rows`` only that many rows, drawn at random but always the same ones. A batch also
+    has its ``documents``, row by row.
     """
     stream = PackedBatches(documents, seq_len=seq_len, rows=1, seed=0, pad_token_id=pad_token_id)
     total = min(max_rows or stream.rows_per_epoch, stream.rows_per_epoch)
-    packed = [stream._row(number) for number in range(total)]
-    return [stream.lay_out(packed[first : first + rows]) for first in range(0, total, rows)]
+    packed = [[documents[i] for i in stream._row(number)] for number in range(total)]
+    some = [packed[first : first + rows] for first in range(0, total, rows)]
+    return [{**collate(each, seq_len, pad_token_id), "documents": each} for each in some]
 
 
 @torch.no_grad()

@@ -20,7 +20,6 @@ import copy
 import functools
 import gzip
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -36,6 +35,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from specheads.runs.directory import package_version
 from specheads.system import dist
 from specheads.system.files import flush_file
 from specheads.system.terminal import progress_bar
@@ -104,13 +104,6 @@ def package_folders(packages: Sequence[str]) -> dict[str, Path]:
     return folders
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(_DISTRIBUTIONS.get(package, package))
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def is_generated(text: str) -> bool:
     """Whether a file is a table or was written by a program: long, and it teaches nothing."""
     head = text[:1500].lower()
@@ -146,8 +139,7 @@ def read_folders(folders: dict[str, Path]) -> list[Module]:
 
 
 def _with_bar(items: Sequence[T], what: str) -> Iterable[T]:
-    quiet = {} if dist.is_main() else {"disable": True}
-    return progress_bar("module", iterable=items, desc=f"{what}: ", **quiet)
+    return progress_bar("module", iterable=items, desc=f"{what}: ", disable=not dist.is_main())
 
 
 def _say(text: str) -> None:
@@ -412,7 +404,8 @@ def pairs(split: str, kinds: Sequence[str], packages: Sequence[str]) -> list[Rec
 def _load(packages: tuple[str, ...]) -> tuple[list[Module], dict[str, list[Record]]]:
     """The corpus and its pairs, from memory, from the cache on disk, or made now (90 s)."""
     python = sys.version_info[:3]
-    versions = {name: _version(name) for name in package_folders(packages)}
+    names = {name: _DISTRIBUTIONS.get(name, name) for name in package_folders(packages)}
+    versions = {name: package_version(whole) or "unknown" for name, whole in names.items()}
     versions["stdlib"] = ".".join(map(str, python))
     key = json.dumps([CODE_VERSION, python, versions])
     name = hashlib.sha256(key.encode()).hexdigest()[:16]

@@ -7,6 +7,7 @@ cannot be reached.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import sys
@@ -105,11 +106,8 @@ def json_reader(path: Path, max_bytes: int = DataConfig.max_row_bytes) -> Reader
     """
     listed = False
     if path.suffix == ".json":  # many a .json holds lines; only a list is read in one piece
-        try:
-            with path.open("rb") as file:
-                listed = file.read(4096).removeprefix(_BOM).lstrip().startswith(b"[")
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+        with _reading(path), path.open("rb") as file:
+            listed = file.read(4096).removeprefix(_BOM).lstrip().startswith(b"[")
     rows = partial(_items if listed else json_lines, path, max_bytes)
     return Reader(str(path), _names_and_sizes(path), rows, in_one_piece=listed)
 
@@ -128,6 +126,18 @@ def parquet_reader(path: Path, columns: Mapping[str, str], max_bytes: int) -> Re
     return Reader(str(path), _names_and_sizes(*paths), rows)
 
 
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Say in one line why a file cannot be read."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: not UTF-8 at byte {error.start + 1}") from None
+    except (OSError, EOFError, zlib.error) as error:  # the last two from what gzip did not write
+        said = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path}: {said}") from None
+
+
 def json_lines(
     path: Path, max_bytes: int, row: int = 0, place: list[int] | None = None
 ) -> Iterator[Row]:
@@ -136,38 +146,31 @@ def json_lines(
     One called .gz is unpacked. A place is a byte and the number of lines before it.
     """
     offset, number = place or (0, 0)
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb", 1 << 20) as file:
-            file.seek(offset)
-            while line := file.readline(max_bytes + 2):  # a line end may be two bytes
-                passed = 0
-                # the rest of a line that is much too long is passed over piece by piece
-                while not line.endswith(b"\n") and (more := file.readline(1 << 20)):
-                    line, passed = more, passed + len(line)
-                offset, number = offset + passed + len(line), number + 1
-                if number == 1:
-                    line = line.removeprefix(_BOM)
-                if not line.strip() and passed + len(line) <= max_bytes:
-                    continue
-                if row and place is None:
-                    row -= 1
-                    continue
-                content = line.rstrip(b"\r\n")
-                parse = partial(_line, content, passed + len(content), max_bytes)
-                yield Row(f"{path}:{number}", f"{path.name}:{number}", parse, [offset, number])
-    except (OSError, EOFError, zlib.error) as error:  # the last two from what gzip did not write
-        said = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read {path}: {said}") from None
+    packed = path.suffix == ".gz"
+    with _reading(path), gzip.open(path) if packed else path.open("rb", 1 << 20) as file:
+        file.seek(offset)
+        while line := file.readline(max_bytes + 2):  # a line end may be two bytes
+            passed = 0
+            # the rest of a line that is much too long is passed over piece by piece
+            while not line.endswith(b"\n") and (more := file.readline(1 << 20)):
+                line, passed = more, passed + len(line)
+            offset, number = offset + passed + len(line), number + 1
+            if number == 1:
+                line = line.removeprefix(_BOM)
+            if not line.strip() and passed + len(line) <= max_bytes:
+                continue
+            if row and place is None:
+                row -= 1
+                continue
+            content = line.rstrip(b"\r\n")
+            parse = partial(_line, content, passed + len(content), max_bytes)
+            yield Row(f"{path}:{number}", f"{path.name}:{number}", parse, [offset, number])
 
 
 def text_lines(path: Path) -> Iterator[Row]:
     """Yield the lines of a .txt that are not blank, each a prompt."""
-    try:
+    with _reading(path):
         text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"cannot read {path}: not UTF-8 at byte {error.start + 1}") from None
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             value = {"prompt": line.rstrip("\r")}
@@ -176,13 +179,10 @@ def text_lines(path: Path) -> Iterator[Row]:
 
 def _items(path: Path, max_bytes: int, row: int = 0, place: object = None) -> Iterator[Row]:
     """Yield the items of the list in a .json file."""
-    try:
+    with _reading(path):
         text = path.read_bytes().decode("utf-8-sig")
+    try:
         items, _ = _loads(text)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})"
@@ -253,13 +253,8 @@ def _hub_rows(data: DataConfig, split: str, row: int = 0, place: object = None) 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
-        found = datasets.load_dataset(
-            data.path,
-            name=data.subset,
-            split=split,
-            revision=data.revision,
-            streaming=data.streaming,
-        )
+        how: Any = {"revision": data.revision, "streaming": data.streaming}
+        found = datasets.load_dataset(data.path, name=data.subset, split=split, **how)
         names = found.column_names
         if names is not None:  # a stream may not know them
             found = found.select_columns(usable(names, data.columns, what))

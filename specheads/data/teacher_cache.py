@@ -47,6 +47,7 @@ from specheads.models.output import FINAL, OutputLayer, packed_taps
 from specheads.system.errors import refuse
 from specheads.system.files import locked, whole_file
 
+Corpus = Sequence[Encoded]
 INDEX = "index.json"
 # of the numbers in one shard, which is held in memory while it fills; one document may have more
 SHARD_BYTES = 256 << 20
@@ -126,6 +127,11 @@ class Plan:
         return {"log_probs": (torch.float32, shape), "ids": (torch.int32, shape)}
 
     @property
+    def digest(self) -> str:
+        """The digest of everything that decides the numbers, which every shard says."""
+        return json_digest(self.made_of).hex()
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of the numbers of one token."""
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors.values())
@@ -189,8 +195,8 @@ def computed_by(model: ModelConfig, autocast: str) -> dict[str, str]:
 
 
 def plan_features(
-    folder: str | Path,
-    documents: Sequence[Encoded],
+    folder: Path,
+    documents: Corpus,
     made_of: dict[str, str],
     *,
     hidden_size: int,
@@ -222,17 +228,11 @@ def plan_features(
     if tuple(taps) != (FINAL,):  # of the final ones alone the index says what it always said
         settings["taps"], made_of["taps"] = list(taps), ", ".join(taps)
     lengths = [len(document.input_ids) for document in documents]
-    place = Path(folder).expanduser()
-    return _laid_out(Plan("features", place, made_of, settings, lengths, [], tuple(taps)))
+    return _laid_out(Plan("features", folder, made_of, settings, lengths, [], tuple(taps)))
 
 
 def plan_top_logits(
-    folder: str | Path,
-    documents: Sequence[Encoded],
-    made_of: dict[str, str],
-    *,
-    vocab_size: int,
-    top_k: int,
+    folder: Path, documents: Corpus, made_of: dict[str, str], *, vocab_size: int, top_k: int
 ) -> Plan:
     """Lay a stored teacher out before anything is run, or read the layout of the one there.
 
@@ -252,9 +252,9 @@ def plan_top_logits(
         raise ConfigError(f"draft.stored_top_k must be in 1..{vocab_size - 1}, got {top_k}")
     chosen = {"vocabulary": str(vocab_size), "stored_top_k": str(top_k)}
     made_of = {**made_of, "documents": _documents_digest(documents), **chosen}
-    settings, place = {"top_k": top_k, "vocab_size": vocab_size}, Path(folder).expanduser()
+    settings = {"top_k": top_k, "vocab_size": vocab_size}
     lengths = [len(document.input_ids) for document in documents]
-    return _laid_out(Plan("stored teacher", place, made_of, settings, lengths, []))
+    return _laid_out(Plan("stored teacher", folder, made_of, settings, lengths, []))
 
 
 def _laid_out(plan: Plan) -> Plan:
@@ -303,7 +303,7 @@ def _stored_places(plan: Plan) -> list[tuple[str, tuple[int, int]]]:
     return found
 
 
-def _documents_digest(documents: Sequence[Encoded]) -> str:
+def _documents_digest(documents: Corpus) -> str:
     # names and labels are left out: what the base computes does not depend on them
     digest = hashlib.sha256()
     for document in documents:
@@ -312,15 +312,10 @@ def _documents_digest(documents: Sequence[Encoded]) -> str:
     return digest.hexdigest()
 
 
-def metadata(plan: Plan, sha256: str) -> dict[str, str]:
-    """Return what a shard says about itself: its cache, and the digest of its numbers."""
-    return {"made_of": json_digest(plan.made_of).hex(), "sha256": sha256}
-
-
 @torch.no_grad()
 def write_cache(
     plan: Plan,
-    documents: Sequence[Encoded],
+    documents: Corpus,
     base: PreTrainedModel | None,
     shape: tuple[int, int],
     *,
@@ -381,11 +376,12 @@ def write_cache(
                         tensors[name][starts[i] : starts[i + 1]] = values
                     tell(next(done) / sum(counts))
                 with whole_file(plan.folder / shard.file) as path:
-                    save_file(tensors, path, metadata=metadata(plan, _contents_sha256(tensors)))
+                    about = {"made_of": plan.digest, "sha256": _contents_sha256(tensors)}
+                    save_file(tensors, path, metadata=about)
 
 
 def _computed(
-    documents: Sequence[Encoded],
+    documents: Corpus,
     base: PreTrainedModel,
     shape: tuple[int, int],
     plan: Plan,
@@ -393,24 +389,6 @@ def _computed(
     autocast: bool,
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Run the base over documents; yield the number of each and what is stored of it."""
-    for i, states in _hidden_states(documents, base, shape, plan.taps, autocast):
-        _check_finite(states, "hidden states", documents[i])
-        if output is None:
-            found = _quantised(states.cpu(), plan)
-        else:
-            found = _likely(states, output, plan, autocast)
-            _check_finite(found["log_probs"], "logits", documents[i])
-        yield i, found
-
-
-def _hidden_states(
-    documents: Sequence[Encoded],
-    base: PreTrainedModel,
-    shape: tuple[int, int],
-    taps: Sequence[str],
-    autocast: bool,
-) -> Iterator[tuple[int, Tensor]]:
-    """Run the base over documents; yield the number of each and its states [n, taps * d]."""
     (rows, seq_len), device = shape, input_device(base)
     packed = pack_lengths([len(document.input_ids) for document in documents], seq_len)
     for begin in range(0, len(packed), rows):
@@ -419,11 +397,17 @@ def _hidden_states(
         batch = collate([[documents[i] for i in row] for row in places], seq_len, 0)
         ids, positions = (batch[key].to(device) for key in ("input_ids", "position_ids"))
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            _, hidden = packed_taps(base, ids, positions, taps)
+            _, hidden = packed_taps(base, ids, positions, plan.taps)
         for b, row in enumerate(places):
-            starts = _starts([len(documents[i].input_ids) for i in row])
-            for i, start, stop in zip(row, starts, starts[1:], strict=False):
-                yield i, hidden[b, start:stop]
+            lengths = [len(documents[i].input_ids) for i in row]
+            for i, states in zip(row, hidden[b, : sum(lengths)].split(lengths), strict=True):
+                _check_finite(states, "hidden states", documents[i])
+                if output is None:
+                    found = _quantised(states.cpu(), plan)
+                else:
+                    found = _likely(states, output, plan, autocast)
+                    _check_finite(found["log_probs"], "logits", documents[i])
+                yield i, found
 
 
 def _quantised(states: Tensor, plan: Plan) -> dict[str, Tensor]:
@@ -468,7 +452,7 @@ def _told(document: Encoded, plan: Plan) -> dict[str, Tensor]:
     return {"ids": ids, "log_probs": log_probs}
 
 
-def check_told(documents: Sequence[Encoded], top_k: int, vocab_size: int) -> str:
+def check_told(documents: Corpus, top_k: int, vocab_size: int) -> str:
     """Return a digest of the likeliest tokens that records bring along; empty where none does.
 
     Raises:
@@ -494,7 +478,7 @@ def check_told(documents: Sequence[Encoded], top_k: int, vocab_size: int) -> str
 
 def _starts(lengths: Sequence[int]) -> list[int]:
     """Return where each document starts when they lie one after the other, and the end."""
-    return [0, *np.cumsum(lengths).tolist()]
+    return [0, *itertools.accumulate(lengths)]
 
 
 def _contents_sha256(tensors: dict[str, Tensor]) -> str:
@@ -530,7 +514,7 @@ def _opened(plan: Plan, path: Path) -> Any:
         file = safe_open(path, framework="pt")
     except SafetensorError as error:
         raise _damaged(path, str(error)) from None
-    if (file.metadata() or {}).get("made_of") != metadata(plan, "")["made_of"]:
+    if (file.metadata() or {}).get("made_of") != plan.digest:
         raise _damaged(path, "it is of another cache")
     return file
 

@@ -20,15 +20,7 @@ from specheads.decoding.processors import Rows
 from specheads.drafters.contract import Candidates, StepResult
 from specheads.drafters.growing import padded
 from specheads.system.errors import at_least, one_of, within
-from specheads.verification.acceptance import (
-    block,
-    lenient_greedy,
-    merge_siblings,
-    reject,
-    typical,
-    walk,
-    walk_on_host,
-)
+from specheads.verification import acceptance as rules
 from specheads.verification.sampling import Chance
 
 RULES = ("exact", "walk", "lossy_typical", "lossy_lenient")
@@ -95,16 +87,16 @@ class Acceptance:
         if draft_probs is not None:
             draft_probs = draft_probs.to(base_probs)
         if self.rule == "lossy_typical":
-            return typical(tokens, tree, base_probs, epsilon=self.epsilon, delta=self.delta)
+            return rules.typical(tokens, tree, base_probs, epsilon=self.epsilon, delta=self.delta)
         lenient = self.rule == "lossy_lenient"
         if lenient and greedy:
-            return lenient_greedy(tokens, tree, base_probs, lenience=self.lenience)
+            return rules.lenient_greedy(tokens, tree, base_probs, lenience=self.lenience)
         if sampling == "none":
-            tokens, tree = merge_siblings(tokens, tree)
+            tokens, tree = rules.merge_siblings(tokens, tree)
         if sampling == "chain" and draft_probs is not None and not lenient:
-            return block(tokens, base_probs, draft_probs, chance)
+            return rules.block(tokens, base_probs, draft_probs, chance)
         lenience = self.lenience if lenient else 1.0
-        return reject(tokens, tree, base_probs, draft_probs, chance, sampling, lenience)
+        return rules.reject(tokens, tree, base_probs, draft_probs, chance, sampling, lenience)
 
 
 def accept(
@@ -186,7 +178,7 @@ def follow_on_host(
     drawn: list[list[int]] = base_tokens.tolist()
     parents = tree.parents.tolist()
     above = [parents] * len(drawn) if isinstance(tree, Tree) else parents
-    paths = walk_on_host(candidates.tokens.tolist(), above, drawn)
+    paths = rules.walk_on_host(candidates.tokens.tolist(), above, drawn)
     width = tree.max_depth + 1
     path = padded(paths, width)
     gained = [[row[node] for node in nodes] for row, nodes in zip(drawn, paths, strict=True)]
@@ -200,7 +192,7 @@ def follow_on_device(
     candidates: Candidates, base_tokens: Tensor, near_ties: Callable[[Tensor], Tensor]
 ) -> tuple[Followed, list[list[int]]]:
     """Do what :func:`follow_on_host` does in tensors, with the step's only synchronisation."""
-    path, num_accepted = walk(candidates.tokens, candidates.tree, base_tokens)
+    path, num_accepted = rules.walk(candidates.tokens, candidates.tree, base_tokens)
     emitted = base_tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
     next_root = emitted.gather(1, num_accepted[:, None])[:, 0]
     rows, tied = torch.stack([emitted, near_ties(path)]).tolist()

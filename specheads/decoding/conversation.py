@@ -30,18 +30,8 @@ from specheads.data.chat import Encoder
 from specheads.data.schema import Record
 from specheads.decoding.choose import EXACT_DTYPES
 from specheads.decoding.generate import SpecDecoder, decode_prompts, room
-from specheads.system.terminal import (
-    DIM,
-    RESET,
-    Lines,
-    StatusLine,
-    ctrl_c,
-    harmless,
-    keys_of,
-    unescaped,
-    wants_color,
-    write,
-)
+from specheads.system import terminal
+from specheads.system.terminal import DIM, RESET, harmless, wants_color, write
 
 PLAIN_KEY = "\x10"  # Ctrl-P
 _EVERY = 0.1  # seconds between looks of the status line
@@ -326,20 +316,7 @@ def _why_not_all(turn: Turn, dtype: torch.dtype) -> str:
     return f": in {name} near-ties fall either way, see docs/decoding.md"
 
 
-HELP = """\
-/plain             decode the last answer one token at a time too, and compare
-                   (Ctrl-P does the same, and asks for it while an answer comes)
-/plain always      compare every answer from now on; /plain never ends that
-/temperature 0.7   0 is greedy
-/seed 1            of the answers from now on
-/system <text>     begin anew with this system message, or with none
-/undo              take back the last question and its answer
-/reset             begin anew
-/save <file>.jsonl append the conversation, as generate prompts=<file>.jsonl reads it
-/quit              leave (also Ctrl-D)
-Ctrl-C             ends an answer; what was written of it stays in the conversation
-\"\"\"                begins and ends a message of several lines
-//...              is a message that starts with /"""
+HELP = Path(__file__).with_name("chat_help.txt").read_text(encoding="utf-8").rstrip()
 COMMANDS = tuple(sorted(set(re.findall(r"^/[a-z]+", HELP, re.MULTILINE))))
 
 
@@ -354,7 +331,7 @@ class Chat:
     def __init__(self, conversation: Conversation) -> None:
         self.conversation = conversation
         self.beside = conversation.config.beside
-        self.lines = Lines(COMMANDS, {r"\C-p": "/plain"})
+        self.lines = terminal.Lines(COMMANDS, {r"\C-p": "/plain"})
         self.last: Turn | None = None
         self.typed = ""
 
@@ -383,7 +360,7 @@ class Chat:
         text = harmless(text)
         if wants_color(self.conversation.config.color, sys.stderr):
             text = f"{DIM}{text}{RESET}"
-        print(text, file=unescaped(sys.stderr), flush=True)
+        print(text, file=terminal.unescaped(sys.stderr), flush=True)
 
     def answer(self, text: str) -> None:
         """Answer a message, and show how it went."""
@@ -474,9 +451,9 @@ class Chat:
         self.typed, self._shown = "", 0.0
         try:
             with (
-                StatusLine(sys.stderr) as self.status,
-                keys_of(sys.stdin) as self.keys,
-                ctrl_c() as self.pressed,
+                terminal.StatusLine(sys.stderr) as self.status,
+                terminal.keys_of(sys.stdin) as self.keys,
+                terminal.ctrl_c() as self.pressed,
             ):
                 try:
                     return decode(self.on_step)

@@ -366,15 +366,19 @@ class SpecDecoder:
             self.on_tokens(row, tokens)
 
 
+class TooLongError(ConfigError):
+    """A prompt that leaves no room for an answer in the base model's context."""
+
+
 def room(base: PreTrainedModel, prompt: Sequence[int], name: str = "the prompt") -> int:
     """Return how many tokens the context still takes behind a prompt; ``name`` is for the error.
 
     Raises:
-        ConfigError: if none.
+        TooLongError: if none.
     """
     context = context_length(base) or 1 << 30
     if len(prompt) >= context:
-        raise ConfigError(
+        raise TooLongError(
             f"{name} is {len(prompt)} tokens, but the base model's context is {context}"
         )
     return context - len(prompt)

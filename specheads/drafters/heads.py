@@ -22,17 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.attention.tree import RowTrees, Tree
+from specheads.drafters import growing
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.growing import (
-    Grown,
-    Nodes,
-    best_guesses,
-    best_tree_on_host,
-    best_trees,
-    grow,
-    grow_on_host,
-    on_host,
-)
+from specheads.drafters.growing import Grown, Nodes, best_guesses, on_host
 from specheads.models.base import Embed, input_device
 from specheads.models.forward import pad_rows
 from specheads.models.kinds import HeadCache, Heads, Walk
@@ -264,10 +256,10 @@ class HeadsDrafter:
         guesses = self.heads.token_ids(places.transpose(0, 1).flatten(1))
         if on_host(logits.device):
             rows = log_probs.transpose(0, 1).tolist()
-            grown = [best_tree_on_host(row, self.num_nodes) for row in rows]
+            grown = [growing.best_tree_on_host(row, self.num_nodes) for row in rows]
             tree = RowTrees.from_lists([parents for parents, _ in grown], self.max_depth)
             return tree, guesses.gather(1, torch.tensor([slots for _, slots in grown]))
-        above, slots = best_trees(log_probs, self.num_nodes)
+        above, slots = growing.best_trees(log_probs, self.num_nodes)
         return RowTrees.from_parents(above, self.max_depth), guesses.gather(1, slots)
 
     def _grow(self, state: HeadsState) -> tuple[RowTrees, Tensor]:
@@ -285,7 +277,7 @@ class HeadsDrafter:
             return self._guesses(walk, state.draws)
 
         limits = [self.max_depth] * len(roots)
-        rows = grow_on_host(ask, roots.tolist(), limits, self.num_nodes, self.width)
+        rows = growing.grow_on_host(ask, roots.tolist(), limits, self.num_nodes, self.width)
         tree = RowTrees.from_lists([parents for _, parents in rows], self.max_depth)
         return tree, torch.tensor([tokens[1:] for tokens, _ in rows])
 
@@ -307,7 +299,7 @@ class HeadsDrafter:
             return self._guesses(walk, draws)
 
         roots = walk.tokens[:, 0]
-        return grow(ask, roots, self.num_nodes, self.max_depth, self.width)
+        return growing.grow(ask, roots, self.num_nodes, self.max_depth, self.width)
 
     def _following(self, draws: Draws, logits: Tensor, depth: int | None) -> Tensor:
         """Return logits [B, n, V'] of one depth, or [D, B, V'] of all, with the draws' noise."""

@@ -20,7 +20,7 @@ from specheads.config import ConfigError, RunError
 from specheads.formats import serving
 from specheads.formats.write import FORMATS, commands, upload
 from specheads.models.checkpoint import read_config
-from specheads.models.manifest import read_json, read_provenance
+from specheads.models.manifest import read_json, read_provenance, said_of
 from specheads.models.names import OURS
 from specheads.system.files import filled, write_whole
 from specheads.system.hub import fetched, keep_to_the_cache_if_unreachable
@@ -193,10 +193,8 @@ def refresh(folder: str | Path) -> bool:
 
 def _about(folder: Path) -> dict[str, Any]:
     """Return what an export without a card says of itself."""
-    try:
+    with said_of(f"{folder} has no {CARD}, and none can be written"):
         return read_provenance(folder) or read_config(folder)
-    except ConfigError as error:
-        raise ConfigError(f"{folder} has no {CARD}, and none can be written: {error}") from None
 
 
 def _split(folder: Path) -> tuple[str, str]:

@@ -14,7 +14,6 @@ the root's slot, also where that guesses nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -29,8 +28,8 @@ from specheads.models.base import context_length
 from specheads.models.block import BlockForm, BlockHeads
 from specheads.models.checkpoint import cast_tensors, load_export
 from specheads.models.eagle import EagleForm, EagleHeads
-from specheads.models.manifest import TensorFiles, save_tensors, write_json
-from specheads.models.output import OutputLayer, num_layers, output_layer
+from specheads.models.manifest import TensorFiles, said_of, save_tensors, write_json
+from specheads.models.output import OutputLayer, layers_of, output_layer
 from specheads.models.tapped import TappedHeads
 from specheads.system.errors import refuse
 from specheads.system.files import whole_folder
@@ -53,6 +52,9 @@ _NAMES = {
 _LAYER = ("layers.0.", "midlayer.")
 # what is not brought in: a head that says where to stop, and what follows from the rest
 _LEFT = ("confidence_head.", "t2d", "mask_embedding")
+# sections of a config that hold some of what others have at its top
+_NESTED = ("transformer_layer_config", "dflash_config", "eagle_config", "speculators_config")
+_TAPPED = "the layers that are tapped"
 _EAGLE_KEYS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -251,21 +253,30 @@ def serve(kind: str, place: str, base: str, info: dict[str, Any]) -> list[Servin
     ]
 
 
-@dataclass
 class Layout:
     """A drafter of others: what its config says, and the files with its tensors.
 
     Attributes:
         files: that hold the tensors.
-        kind: ``dflash``, ``dspark`` or ``eagle3``.
-        config: its config.json, that of the layer, and what else is nested, in one.
+        about: its config.json.
+        kind: ``dflash``, ``dspark`` or ``eagle3``, as :func:`kind_of` says.
+        config: what that says, that of the layer, and what else is nested, in one.
         notes: what the user has to know, in lines.
     """
 
-    files: TensorFiles
-    kind: str
-    config: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
+    def __init__(self, files: TensorFiles, config: dict[str, Any]) -> None:
+        self.files, self.kind, self.notes = files, kind_of(config), list(files.notes)
+        self.about = files.where.parent / "config.json"
+        self.config = {key: value for key, value in config.items() if key not in _NESTED}
+        for key in _NESTED:
+            inner = config.get(key) or {}
+            with said_of(self.about):
+                _expect(isinstance(inner, dict), key, inner, "an object")
+            # what stands outside is the drafter's own, but for the layer's sizes
+            self.config = {**inner, **self.config}
+        methods = self.config.get("proposal_methods")
+        if isinstance(methods, list) and methods and isinstance(methods[0], dict):
+            self.config["speculative_tokens"] = methods[0].get("speculative_tokens")
 
     def check_sizes(self, hidden_size: int, vocab_size: int) -> None:
         """Hold names and shapes of all tensors to what the config and a base model's sizes say.
@@ -300,9 +311,9 @@ class Layout:
         """
         output = output_layer(base)
         vocab_size, hidden_size = output.weight.shape
-        taps, layers = self._taps(), num_layers(base)
-        if max(taps) >= layers:
-            self._refuse("the layers that are tapped", taps, f"layers of the base's {layers}")
+        taps, layers = self._taps(), len(layers_of(base))
+        with said_of(self.about):
+            _expect(max(taps) < layers, _TAPPED, taps, f"layers of the base's {layers}")
         self.notes += check_output("these heads have", output, "so are those of the heads now,")
         if "embed_tokens.weight" in self.files.header:
             own = self.files.read(["embed_tokens.weight"])["embed_tokens.weight"]
@@ -350,13 +361,8 @@ class Layout:
         Raises:
             ConfigError: one line, whatever a stranger has written there.
         """
-        file = self.files.where.parent / "config.json"
-        try:
-            with torch.device("meta"):
-                return self._described(hidden_size, vocab_size)
-        except (AttributeError, TypeError, ValueError) as error:
-            said = str(error)
-            raise ConfigError(said if said.startswith(str(file)) else f"{file}: {said}") from None
+        with said_of(self.about, AttributeError, TypeError), torch.device("meta"):
+            return self._described(hidden_size, vocab_size)
 
     def _described(self, hidden_size: int, vocab_size: int) -> TappedHeads:
         config, eagle = self.config, self.kind == "eagle3"
@@ -369,12 +375,12 @@ class Layout:
             "target_hidden_size": hidden_size,
         }  # fmt: skip
         for key, wanted in expected.items():
-            if get(key) is not None and get(key) != wanted:
-                self._refuse(key, get(key), f"{wanted!r}: heads of specheads have no other")
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
-            self._refuse("rope_parameters", rope, "plain rotary positions")
-        if "sliding_attention" in (get("layer_types") or ()):
-            self._refuse("layer_types", get("layer_types"), "full attention")
+            fits = get(key) is None or get(key) == wanted
+            _expect(fits, key, get(key), f"{wanted!r}: heads of specheads have no other")
+        plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+        _expect(plain, "rope_parameters", rope, "plain rotary positions")
+        types = get("layer_types") or ()
+        _expect("sliding_attention" not in types, "layer_types", types, "full attention")
         num_heads = get("num_attention_heads")
         sizes = {
             "taps": tuple(self._taps()),
@@ -403,11 +409,11 @@ class Layout:
         number, layers = get("block_size", 0) - (not anchored), get("num_hidden_layers", 1)
         check_number(self.files, number)
         rank = get("markov_rank", 0) if self.kind == "dspark" else 0
-        if not 1 <= layers <= MOST_LAYERS:
-            self._refuse("num_hidden_layers", layers, f"1 to {MOST_LAYERS}")
-        if not 0 <= rank <= hidden_size:
-            self._refuse("markov_rank", rank, f"0 to {hidden_size}")
-        return BlockHeads(number, layers, hidden_size, vocab_size, lm_head, block, kept, rank)
+        fits = 1 <= layers <= MOST_LAYERS
+        _expect(fits, "num_hidden_layers", layers, f"1 to {MOST_LAYERS}")
+        _expect(0 <= rank <= hidden_size, "markov_rank", rank, f"0 to {hidden_size}")
+        common = number, hidden_size, vocab_size, lm_head, block, kept
+        return BlockHeads(*common, num_layers=layers, markov_rank=rank)
 
     def _taps(self) -> list[int]:
         """Return the tapped layers, counted from 0."""
@@ -417,13 +423,14 @@ class Layout:
             behind: Any = config.get("eagle_aux_hidden_state_layer_ids")
             behind = config.get("aux_hidden_state_layer_ids") if behind is None else behind
             counted = [each - 1 for each in behind] if _whole(behind) else behind
-        if not _whole(counted) or min(counted, default=-1) < 0:
-            self._refuse("the layers that are tapped", counted, "numbers of layers of the base")
+        fits = _whole(counted) and min(counted, default=-1) >= 0
+        _expect(fits, _TAPPED, counted, "numbers of layers of the base")
         return list(counted)
 
-    def _refuse(self, key: str, found: object, expected: str) -> None:
-        file = self.files.where.parent / "config.json"
-        raise ConfigError(f"{file}: {key} is {found!r:.80}, expected {expected}")
+
+def _expect(fits: bool, key: str, found: object, expected: str) -> None:
+    if not fits:
+        raise ConfigError(f"{key} is {found!r:.80}, expected {expected}")
 
 
 def _whole(values: object) -> bool:
@@ -438,20 +445,3 @@ def kind_of(config: dict[str, Any]) -> str:
     named = config.get("architectures")
     first = named[0] if isinstance(named, list) and named else ""
     return next((kind for kind, names in _ARCHITECTURES.items() if first in names), "")
-
-
-def layout_of(files: TensorFiles, config: dict[str, Any]) -> Layout:
-    """Return the layout of a folder whose config :func:`kind_of` knows."""
-    nested = ("transformer_layer_config", "dflash_config", "eagle_config", "speculators_config")
-    flat = {key: value for key, value in config.items() if key not in nested}
-    for key in nested:
-        inner = config.get(key) or {}
-        if not isinstance(inner, dict):
-            where = files.where.parent / "config.json"
-            raise ConfigError(f"{where}: {key} is {inner!r:.80}, expected an object")
-        # what stands outside is the drafter's own, but for the layer's sizes
-        flat = {**inner, **flat}
-    methods = flat.get("proposal_methods")
-    if isinstance(methods, list) and methods and isinstance(methods[0], dict):
-        flat["speculative_tokens"] = methods[0].get("speculative_tokens")
-    return Layout(files, kind_of(config), flat, list(files.notes))

@@ -10,7 +10,6 @@ where it was repeated. Dropout takes places of its own. ``hydra_lm_head.{h}.`` h
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,9 +33,8 @@ _THETA = 10_000.0  # of our prefix layer
 _JOINED = {"linear": "gate", "res_connection": "residual"}
 
 
-@dataclass
 class Layout:
-    """Which tensors of foreign files belong to which Hydra head.
+    """Which tensors of foreign files, which hold Hydra heads alone, belong to which head.
 
     Attributes:
         files: that hold them.
@@ -46,15 +44,71 @@ class Layout:
         frequencies: names of stored rotary tables.
         grounded: whether the heads read the tokens drafted before.
         notes: what the user has to know, in lines.
+
+    Raises:
+        ConfigError: with the first name that is unknown or missing, or what kind of heads these
+            are, if another one.
     """
 
-    files: TensorFiles
-    blocks: list[list[dict[str, str]]]
-    outputs: list[dict[str, str]]
-    prefix: dict[str, str]
-    frequencies: list[str]
-    grounded: bool
-    notes: list[str]
+    def __init__(self, files: TensorFiles, config: dict[str, Any]) -> None:
+        kind, offset = config.get("hydra_head_arch", "mlp"), config.get("hidden_state_offset", 0)
+        if kind not in _KINDS:
+            raise ConfigError(
+                f"config.json: hydra_head_arch is {kind!r:.40}; of Hydra's heads"
+                f" {' and '.join(_KINDS)} can be brought in, the others are attention layers that"
+                " specheads has not"
+            )
+        if offset:
+            raise ConfigError(
+                f"config.json: hidden_state_offset is {offset!r:.40}: these heads read a layer"
+                " below the last, those of specheads the last"
+            )
+        blocks: dict[int, dict[int, dict[str, str]]] = {}
+        outputs: dict[int, dict[str, str]] = {}
+        self.files, self.frequencies = files, list[str]()
+        self.prefix: dict[str, str] = {}
+        notes = dict.fromkeys(files.notes)  # each line once, in this order
+        for name in sorted(files.header):
+            plain = name.removeprefix("module.").removeprefix("hydra_head.")
+            if found := _BLOCK.fullmatch(plain):
+                place = blocks.setdefault(int(found[1]), {}).setdefault(int(found[2]), {})
+                place[f"{found[3]}.{found[4]}"] = name
+            elif found := _MATRIX.fullmatch(plain):
+                outputs.setdefault(int(found[1]), {})[found[2]] = name
+            elif plain == _UNUSED:
+                notes[f"{name} is left out: nothing reads it"] = None
+            elif _FREQUENCIES.fullmatch(plain):
+                self.frequencies.append(name)
+            elif plain.startswith(_PREFIX):
+                self.prefix[plain.removeprefix(_PREFIX)] = name
+            else:
+                raise ConfigError(f"{files.where}: {name:.120} is no tensor of Hydra heads")
+        number = 1 + max((*blocks, *outputs), default=-1)
+        check_number(files, number)
+        for head in range(number):
+            if head not in blocks or outputs.get(head, {}).keys() != {"weight", "bias"}:
+                raise ConfigError(f"{files.where} lacks tensors of head {head}")
+        if (claimed := config.get("hydra_num_heads", number)) != number:
+            lie = f"config.json says hydra_num_heads={claimed!r:.40}"
+            notes[f"{lie}, the tensors are of {number} heads: those are taken"] = None
+        self.blocks: list[list[dict[str, str]]] = []
+        layers = config.get("hydra_num_layers")
+        for head in range(number):
+            own = [each for _, each in sorted(blocks[head].items())]
+            _check_whole(files, head, own)
+            # further blocks are one module under several names, of which some savers leave one
+            if type(layers) is int and len(own) == 2 < layers <= MOST_LAYERS:
+                own = [own[0], *[own[1]] * (layers - 1)]
+                notes[f"one block stands for {layers - 1} of the {layers} layers of a head"] = None
+            elif type(layers) is int and layers != len(own):
+                line = f"config.json says hydra_num_layers={layers}, the tensors are of {len(own)}"
+                notes[line] = None
+            self.blocks.append(own)
+        grounded = {"res_connection.weight" in head[0] for head in self.blocks}
+        if len(grounded) > 1 or len({len(head) for head in self.blocks}) > 1:
+            raise ConfigError(f"{files.where}: its heads are not all of one kind")
+        self.outputs = [outputs[head] for head in range(number)]
+        self.grounded, self.notes = grounded == {True}, list(notes)
 
     def check_sizes(self, hidden_size: int, vocab_size: int) -> None:
         """Hold the shapes of the heads to a base model's; nothing is read.
@@ -147,70 +201,6 @@ class Layout:
                     " layer of specheads has"
                 )
         return sizes
-
-
-def layout_of(files: TensorFiles, config: dict[str, Any]) -> Layout:
-    """Find the heads among the tensors of ``files``, which hold Hydra heads alone.
-
-    Raises:
-        ConfigError: with the first name that is unknown or missing, or what kind of heads these
-            are, if another one.
-    """
-    kind, offset = config.get("hydra_head_arch", "mlp"), config.get("hidden_state_offset", 0)
-    if kind not in _KINDS:
-        raise ConfigError(
-            f"config.json: hydra_head_arch is {kind!r:.40}; of Hydra's heads {' and '.join(_KINDS)}"
-            " can be brought in, the others are attention layers that specheads has not"
-        )
-    if offset:
-        raise ConfigError(
-            f"config.json: hidden_state_offset is {offset!r:.40}: these heads read a layer below"
-            " the last, those of specheads the last"
-        )
-    blocks: dict[int, dict[int, dict[str, str]]] = {}
-    outputs: dict[int, dict[str, str]] = {}
-    prefix: dict[str, str] = {}
-    frequencies, notes = [], dict.fromkeys(files.notes)  # each line once, in this order
-    for name in sorted(files.header):
-        plain = name.removeprefix("module.").removeprefix("hydra_head.")
-        if found := _BLOCK.fullmatch(plain):
-            place = blocks.setdefault(int(found[1]), {}).setdefault(int(found[2]), {})
-            place[f"{found[3]}.{found[4]}"] = name
-        elif found := _MATRIX.fullmatch(plain):
-            outputs.setdefault(int(found[1]), {})[found[2]] = name
-        elif plain == _UNUSED:
-            notes[f"{name} is left out: nothing reads it"] = None
-        elif _FREQUENCIES.fullmatch(plain):
-            frequencies.append(name)
-        elif plain.startswith(_PREFIX):
-            prefix[plain.removeprefix(_PREFIX)] = name
-        else:
-            raise ConfigError(f"{files.where}: {name:.120} is no tensor of Hydra heads")
-    number = 1 + max((*blocks, *outputs), default=-1)
-    check_number(files, number)
-    for head in range(number):
-        if head not in blocks or outputs.get(head, {}).keys() != {"weight", "bias"}:
-            raise ConfigError(f"{files.where} lacks tensors of head {head}")
-    if (claimed := config.get("hydra_num_heads", number)) != number:
-        lie = f"config.json says hydra_num_heads={claimed!r:.40}, the tensors are of {number} heads"
-        notes[f"{lie}: those are taken"] = None
-    layers, ordered = config.get("hydra_num_layers"), []
-    for head in range(number):
-        own = [each for _, each in sorted(blocks[head].items())]
-        _check_whole(files, head, own)
-        # further blocks are one module under several names, of which some savers leave one
-        if type(layers) is int and len(own) == 2 < layers <= MOST_LAYERS:
-            own = [own[0], *[own[1]] * (layers - 1)]
-            notes[f"one block stands for {layers - 1} of the {layers} layers of a head"] = None
-        elif type(layers) is int and layers != len(own):
-            line = f"config.json says hydra_num_layers={layers}, the tensors are of {len(own)}"
-            notes[line] = None
-        ordered.append(own)
-    grounded = {"res_connection.weight" in head[0] for head in ordered}
-    if len(grounded) > 1 or len({len(head) for head in ordered}) > 1:
-        raise ConfigError(f"{files.where}: its heads are not all of one kind")
-    pairs = [outputs[head] for head in range(number)]
-    return Layout(files, ordered, pairs, prefix, frequencies, grounded == {True}, list(notes))
 
 
 def _check_whole(files: TensorFiles, head: int, blocks: list[dict[str, str]]) -> None:

@@ -30,7 +30,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -309,15 +308,15 @@ def serve_merged(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
 
 
 _PREFIXES = ("module.", "medusa_heads.", PREFIX, f"model.{PREFIX}")
+Block = tuple[str, str | None]  # names of its weight and bias
 _BLOCK_NAME = re.compile(
     r"(?:(\d{1,3})\.(\d{1,3})\.linear|blocks\.(\d{1,3})\.layers\.(\d{1,3}))\.(weight|bias)"
 )
 _MATRIX_NAME = re.compile(r"(?:(\d{1,3})\.(\d{1,3})|lm_heads\.(\d{1,3}))\.weight")
 
 
-@dataclass
 class Layout:
-    """Which tensors of foreign files belong to which head.
+    """Which tensors of foreign files, which hold Medusa heads alone, belong to which head.
 
     Attributes:
         files: that hold them.
@@ -327,15 +326,47 @@ class Layout:
         token_map: name of the ids that the rows of the matrices stand for, if they are fewer.
         notes: what the user has to know, in lines.
         kept: [V'] token ids that the heads can guess, once the sizes are checked; None: all.
+
+    Raises:
+        ConfigError: with the first name that is unknown, or missing.
     """
 
-    files: TensorFiles
-    config: dict[str, Any]
-    blocks: list[list[tuple[str, str | None]]]
-    matrices: list[str]
-    token_map: str | None
-    notes: list[str]
-    kept: Tensor | None = None
+    def __init__(self, files: TensorFiles, config: dict[str, Any]) -> None:
+        self.files, self.config, self.notes = files, config, list(files.notes)
+        self.kept: Tensor | None = None
+        blocks: dict[int, dict[int, dict[str, str]]] = {}  # names by head, layer and part
+        matrices: dict[int, str] = {}
+        ends: dict[int, int] = {}  # by head, the place of its matrix behind its blocks
+        others: dict[str, str] = {}
+        for name in sorted(files.header):
+            plain, place, key = name, cast(dict[Any, str], others), cast(Any, None)
+            for prefix in _PREFIXES:
+                plain = plain.removeprefix(prefix)
+            if found := _BLOCK_NAME.fullmatch(plain):
+                layers = blocks.setdefault(int(found[1] or found[3]), {})
+                place, key = layers.setdefault(int(found[2] or found[4]), {}), found[5]
+            elif found := _MATRIX_NAME.fullmatch(plain):
+                place, key = matrices, int(found[1] or found[3])
+                if found[2]:
+                    ends[key] = int(found[2])
+            elif plain in ("lm_head.weight", "token_map"):
+                key = plain
+            else:
+                raise ConfigError(f"{files.where}: {name:.120} is no tensor of Medusa heads")
+            if key in place:
+                raise ConfigError(f"{files.where} holds the same tensor under two names: {name}")
+            place[key] = name
+        number = 1 + max((*matrices, *blocks), default=-1)
+        check_number(files, number)
+        self.blocks = [self._blocks_of(i, blocks.get(i, {}), ends.get(i)) for i in range(number)]
+        if len(counts := {len(each) for each in self.blocks}) > 1:
+            raise ConfigError(
+                f"{files.where}: its heads have {min(counts)} to {max(counts)} layers, expected the"
+                " same number in all"
+            )
+        self.matrices = self._matrix_names(number, matrices, others.get("lm_head.weight"))
+        self.token_map = others.get("token_map")
+        self._say_lies()
 
     def check_sizes(self, hidden_size: int, vocab_size: int) -> None:
         """Hold the shapes of the heads to a base model's; only the ids of ``token_map`` are read.
@@ -440,6 +471,59 @@ class Layout:
             )
         return kept
 
+    def _blocks_of(self, head: int, own: dict[int, dict[str, str]], end: int | None) -> list[Block]:
+        """Return the names of one head's blocks; notes where one block stands for several.
+
+        Args:
+            head: which.
+            own: names by layer and part.
+            end: the place of its output matrix behind its blocks; None where that says nothing.
+        """
+        number, where = 1 + max(own, default=-1) if end is None else end, self.files.where
+        if number > MOST_LAYERS:
+            raise ConfigError(
+                f"{where}: head {head} has {number} layers, at most {MOST_LAYERS} can be"
+            )
+        if len(own) == 1 and number > 1:
+            # `[block] * n` is one module under n names; savers that drop shared tensors leave one
+            [only] = own.values()
+            own = dict.fromkeys(range(number), only)
+            line = f"one block stands for the {number} layers of a head, as it was trained"
+            if line not in self.notes:
+                self.notes.append(line)
+        for layer in range(number):
+            if "weight" not in own.get(layer, {}):
+                raise ConfigError(f"{where} lacks the weight of layer {layer} of head {head}")
+        if extra := sorted(set(own) - set(range(number))):
+            raise ConfigError(f"{where}: layer {extra[0]} of head {head} stands behind its matrix")
+        return [(own[layer]["weight"], own[layer].get("bias")) for layer in range(number)]
+
+    def _matrix_names(self, number: int, matrices: dict[int, str], common: str | None) -> list[str]:
+        """Return per head the name of its output matrix; empty where there is none."""
+        where = self.files.where
+        if common is not None and matrices:
+            raise ConfigError(f"{where} holds lm_head.weight and {matrices[min(matrices)]}")
+        if common is None and self.config.get("original_lm_head") and set(matrices) == {0}:
+            common = matrices[0]
+        if common is not None:
+            return [common] * number
+        missing = [head for head in range(number) if head not in matrices]
+        if matrices and missing:
+            raise ConfigError(f"{where} lacks the output matrix of head {missing[0]}")
+        return [matrices[head] for head in sorted(matrices)]
+
+    def _say_lies(self) -> None:
+        """Add a line to the notes for each number that the config has wrong."""
+        config, heads, layers = self.config, len(self.blocks), len(self.blocks[0])
+        medusa = config.get("model_type") == "medusa"  # elsewhere num_hidden_layers is the base's
+        counts = {"heads": (heads, "num_heads"), "layers": (layers, "num_hidden_layers")}
+        for what, (counted, of_vllm) in counts.items():
+            keys = [form.format(what) for form in SPELLINGS] + [of_vllm] * medusa
+            wrong = [key for key in keys if key in config and config[key] != counted]
+            if wrong:
+                said = f"config.json says {wrong[0]}={config[wrong[0]]!r:.40}"
+                self.notes.append(f"{said}, the tensors are of {counted} {what}: those are taken")
+
     def _check_biases(self) -> None:
         biases = {bias is not None for head in self.blocks for _, bias in head}
         wanted = self.config.get("medusa_fc_bias")
@@ -450,51 +534,6 @@ class Layout:
                 "its blocks have biases, which vLLM drops unless config.json says medusa_fc_bias;"
                 " they are kept here"
             )
-
-
-def layout_of(files: TensorFiles, config: dict[str, Any]) -> Layout:
-    """Find the heads among the tensors of ``files``, which hold Medusa heads alone.
-
-    Raises:
-        ConfigError: with the first name that is unknown, or missing.
-    """
-    blocks: dict[int, dict[int, dict[str, str]]] = {}  # names by head, layer and part
-    matrices: dict[int, str] = {}
-    ends: dict[int, int] = {}  # by head, the place of its matrix behind its blocks
-    others: dict[str, str] = {}
-    for name in sorted(files.header):
-        plain, place, key = name, cast(dict[Any, str], others), cast(Any, None)
-        for prefix in _PREFIXES:
-            plain = plain.removeprefix(prefix)
-        if found := _BLOCK_NAME.fullmatch(plain):
-            layers = blocks.setdefault(int(found[1] or found[3]), {})
-            place, key = layers.setdefault(int(found[2] or found[4]), {}), found[5]
-        elif found := _MATRIX_NAME.fullmatch(plain):
-            place, key = matrices, int(found[1] or found[3])
-            if found[2]:
-                ends[key] = int(found[2])
-        elif plain in ("lm_head.weight", "token_map"):
-            key = plain
-        else:
-            raise ConfigError(f"{files.where}: {name:.120} is no tensor of Medusa heads")
-        if key in place:
-            raise ConfigError(f"{files.where} holds the same tensor under two names: {name}")
-        place[key] = name
-    number = 1 + max((*matrices, *blocks), default=-1)
-    check_number(files, number)
-    notes = list(files.notes)
-    heads = [
-        _blocks_of(files.where, head, blocks.get(head, {}), ends.get(head), notes)
-        for head in range(number)
-    ]
-    if len(counts := {len(each) for each in heads}) > 1:
-        raise ConfigError(
-            f"{files.where}: its heads have {min(counts)} to {max(counts)} layers, expected the"
-            " same number in all"
-        )
-    names = _matrix_names(files.where, number, matrices, others.get("lm_head.weight"), config)
-    _say_lies(config, number, len(heads[0]), notes)
-    return Layout(files, config, heads, names, others.get("token_map"), notes)
 
 
 def check_number(files: TensorFiles, number: int) -> None:
@@ -535,61 +574,3 @@ def check_output(holder: str, output: OutputLayer, heads: str) -> list[str]:
     if output.softcap is None:
         return []
     return [f"the base model caps its logits at {output.softcap:g}, {heads} in the same order"]
-
-
-def _blocks_of(
-    where: Path, head: int, own: dict[int, dict[str, str]], end: int | None, notes: list[str]
-) -> list[tuple[str, str | None]]:
-    """Return the names of one head's blocks.
-
-    Args:
-        where: the file, for messages.
-        head: which.
-        own: names by layer and part.
-        end: the place of its output matrix behind its blocks; None where that says nothing.
-        notes: a line is added where one block stands for several.
-    """
-    number = 1 + max(own, default=-1) if end is None else end
-    if number > MOST_LAYERS:
-        raise ConfigError(f"{where}: head {head} has {number} layers, at most {MOST_LAYERS} can be")
-    if len(own) == 1 and number > 1:
-        # `[block] * n` is one module under n names; savers that drop shared tensors leave one
-        [only] = own.values()
-        own = dict.fromkeys(range(number), only)
-        line = f"one block stands for the {number} layers of a head, as it was trained"
-        if line not in notes:
-            notes.append(line)
-    for layer in range(number):
-        if "weight" not in own.get(layer, {}):
-            raise ConfigError(f"{where} lacks the weight of layer {layer} of head {head}")
-    if extra := sorted(set(own) - set(range(number))):
-        raise ConfigError(f"{where}: layer {extra[0]} of head {head} stands behind its matrix")
-    return [(own[layer]["weight"], own[layer].get("bias")) for layer in range(number)]
-
-
-def _matrix_names(
-    where: Path, number: int, matrices: dict[int, str], common: str | None, config: dict[str, Any]
-) -> list[str]:
-    """Return per head the name of its output matrix; empty where there is none."""
-    if common is not None and matrices:
-        raise ConfigError(f"{where} holds lm_head.weight and {matrices[min(matrices)]}")
-    if common is None and config.get("original_lm_head") and set(matrices) == {0}:
-        common = matrices[0]
-    if common is not None:
-        return [common] * number
-    missing = [head for head in range(number) if head not in matrices]
-    if matrices and missing:
-        raise ConfigError(f"{where} lacks the output matrix of head {missing[0]}")
-    return [matrices[head] for head in sorted(matrices)]
-
-
-def _say_lies(config: dict[str, Any], heads: int, layers: int, notes: list[str]) -> None:
-    """Add a line to ``notes`` for each number that the config has wrong."""
-    medusa = config.get("model_type") == "medusa"  # elsewhere num_hidden_layers is the base's
-    counts = {"heads": (heads, "num_heads"), "layers": (layers, "num_hidden_layers")}
-    for what, (counted, of_vllm) in counts.items():
-        keys = [form.format(what) for form in SPELLINGS] + [of_vllm] * medusa
-        wrong = [key for key in keys if key in config and config[key] != counted]
-        if wrong:
-            said = f"config.json says {wrong[0]}={config[wrong[0]]!r:.40}"
-            notes.append(f"{said}, the tensors are of {counted} {what}: those are taken")

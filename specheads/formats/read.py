@@ -115,7 +115,7 @@ def _open(
             files = manifest.open_pickle(single, allow_pickle=allow_pickle)
         else:
             files = manifest.open_safetensors([single])
-        return (hydra if single.stem == "hydra_lm_head" else medusa).layout_of(files, config), None
+        return (hydra if single.stem == "hydra_lm_head" else medusa).Layout(files, config), None
     if not (weights := weight_files(folder)):
         raise ConfigError(
             f"{folder} holds no heads of a known layout: neither medusa_lm_head.safetensors nor"
@@ -123,13 +123,13 @@ def _open(
         )
     files = manifest.open_safetensors(weights)
     if drafters.kind_of(config):
-        return drafters.layout_of(files, config), None
+        return drafters.Layout(files, config), None
     inside = {name: each for name, each in files.header.items() if name.startswith(medusa.PREFIX)}
     if inside:
         rest = {name: each for name, each in files.header.items() if name not in inside}
-        layout = medusa.layout_of(replace(files, header=inside), config)
+        layout = medusa.Layout(replace(files, header=inside), config)
         return layout, replace(files, header=rest)
-    return (hydra if "hydra_num_heads" in config else medusa).layout_of(files, config), None
+    return (hydra if "hydra_num_heads" in config else medusa).Layout(files, config), None
 
 
 def _config_of(folder: Path) -> dict[str, Any]:

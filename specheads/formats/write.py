@@ -35,7 +35,7 @@ from specheads.models.base import load_base_model, load_config, load_tokenizer, 
 from specheads.models.draft import save_draft
 from specheads.models.heads import MedusaHeads, low_rank_heads, pruned_heads
 from specheads.models.kinds import Heads
-from specheads.models.manifest import first_line, write_json
+from specheads.models.manifest import first_line, said_of, write_json
 from specheads.models.mtp import MtpHeads
 from specheads.system.files import whole_folder
 from specheads.system.hardware import pick_device
@@ -221,14 +221,10 @@ FORMATS = {
         loads=True,
     ),
     "vllm_medusa": _MEDUSA(
-        holds="Medusa heads",
-        serve=medusa.serve_vllm,
-        card="Laid out for vLLM 0.28 to 0.32.",
+        holds="Medusa heads", serve=medusa.serve_vllm, card="Laid out for vLLM 0.28 to 0.32."
     ),
     "fasterdecoding_v1": _MEDUSA(
-        holds="Medusa heads, an output matrix each",
-        serve=medusa.serve_tgi,
-        card=f"{_ORIGINAL}.",
+        holds="Medusa heads, an output matrix each", serve=medusa.serve_tgi, card=f"{_ORIGINAL}."
     ),
     "fasterdecoding_v2": _MEDUSA(
         holds="Medusa heads that share the base's output matrix",
@@ -340,14 +336,12 @@ def _smaller(
     if config.lm_head == "keep":
         return heads, {}
     own = cast(MedusaHeads, heads)  # the compressible ones
-    try:
+    with said_of(config.checkpoint):
         if config.lm_head == "pruned":
             kept, coverage = _most_frequent(config, own.vocab_size, tokenizer, records)
             return pruned_heads(own, kept), {"num_kept": config.num_kept, **coverage}
         own.to(pick_device(config.device))
         return low_rank_heads(own, config.rank), {"rank": config.rank}
-    except ValueError as error:
-        raise ConfigError(f"{config.checkpoint}: {error}") from None
 
 
 def _most_frequent(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -166,7 +167,7 @@ def linear_soft_loss(
     kept = output_of = None
     if isinstance(teacher, StoredTeacher):
         chunk_size = chunk_size or rows_at_once(output.weight)
-        measure = _against_stored(teacher, loss)
+        measure: Measure = partial(_against_stored, teacher, loss)
     else:
         kept, widest = teacher.token_map, teacher.output.weight
         if kept is not None:
@@ -229,42 +230,37 @@ def _against_made(teacher: Teacher, loss: SoftLoss, chunk_size: int) -> Measure:
             z.sub_(log_sum.index_select(0, rows)[:, None])
         elif not loss.compare or some or loss.temperature != 1.0:
             log_softmax_(z)  # of logarithms of probabilities as of logits
-        log_t = z if kept is None or alone else z.index_select(1, kept)
-        return distance(
-            loss, log_s, log_t.to(log_s.dtype), factor, slope, restricted=kept is not None
-        ), accepted
-
-    return measure
-
-
-def _against_stored(teacher: StoredTeacher, loss: SoftLoss) -> Measure:
-    """Compare with k tokens and the mass of all others.
-
-    The acceptance is that of the k tokens, a lower bound.
-    """
-
-    def measure(
-        rows: Tensor, log_s: Tensor, factor: Tensor, slope: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        ids = teacher.ids.index_select(0, rows).long()
-        log_t = teacher.log_probs.index_select(0, rows).to(log_s.dtype)
-        accepted = overlap(log_s.gather(1, ids), log_t) if loss.compare else None
-        if loss.top_k:
-            ids, log_t = ids[:, : loss.top_k], log_t[:, : loss.top_k] / loss.temperature
-            tail = torch.full_like(log_t[:, :1], -torch.inf)
-        else:
-            tail = (1.0 - log_t.exp().sum(1, keepdim=True)).clamp_min_(_LEAST_TAIL).log_()
-        log_t = log_softmax_(torch.cat([log_t, tail], 1))
-        known = log_s.gather(1, ids)
-        others = log_s.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
-        # These are logits of the buckets as good as any: the slope by them is that by z.
-        buckets = torch.cat([known, others], 1)
-        losses = distance(loss, buckets, log_t, factor, slope)
-        if slope:  # the others' slope is shared among them as their mass is
-            log_s.sub_(others).exp_().mul_(buckets[:, -1:]).scatter_(1, ids, buckets[:, :-1])
+        log_t = (z if kept is None or alone else z.index_select(1, kept)).to(log_s.dtype)
+        losses = distance(loss, log_s, log_t, factor, slope, restricted=kept is not None)
         return losses, accepted
 
     return measure
+
+
+def _against_stored(
+    teacher: StoredTeacher, loss: SoftLoss, rows: Tensor, log_s: Tensor, factor: Tensor, slope: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compare with k tokens and the mass of all others, see ``Measure``.
+
+    The acceptance is that of the k tokens, a lower bound.
+    """
+    ids = teacher.ids.index_select(0, rows).long()
+    log_t = teacher.log_probs.index_select(0, rows).to(log_s.dtype)
+    accepted = overlap(log_s.gather(1, ids), log_t) if loss.compare else None
+    if loss.top_k:
+        ids, log_t = ids[:, : loss.top_k], log_t[:, : loss.top_k] / loss.temperature
+        tail = torch.full_like(log_t[:, :1], -torch.inf)
+    else:
+        tail = (1.0 - log_t.exp().sum(1, keepdim=True)).clamp_min_(_LEAST_TAIL).log_()
+    log_t = log_softmax_(torch.cat([log_t, tail], 1))
+    known = log_s.gather(1, ids)
+    others = log_s.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+    # These are logits of the buckets as good as any: the slope by them is that by z.
+    buckets = torch.cat([known, others], 1)
+    losses = distance(loss, buckets, log_t, factor, slope)
+    if slope:  # the others' slope is shared among them as their mass is
+        log_s.sub_(others).exp_().mul_(buckets[:, -1:]).scatter_(1, ids, buckets[:, :-1])
+    return losses, accepted
 
 
 def distance(
@@ -385,19 +381,14 @@ def check_teacher(
     size = weight.shape[0]
     if isinstance(teacher, StoredTeacher):
         ours, theirs = tuple(teacher.ids.shape), tuple(teacher.log_probs.shape)
+        k, top_k, odd = ours[-1], loss.top_k, len(ours) != 2 or ours != theirs
         refuse(
             {
-                f"the teacher's ids {ours} and log_probs {theirs} must be [N, k]": (
-                    len(ours) != 2 or ours != theirs
-                ),
-                f"the teacher has {ours[-1]} tokens, weight has {size} rows": (
-                    not 0 < ours[-1] < size
-                ),
-                f"top_k is {loss.top_k}, the stored teacher has {ours[-1]} tokens": (
-                    loss.top_k > ours[-1]
-                ),
-                f"temperature is {loss.temperature}; a stored teacher of {ours[-1]} tokens needs a"
-                f" top_k of 1 to {ours[-1]} for that": loss.temperature != 1.0 and not loss.top_k,
+                f"the teacher's ids {ours} and log_probs {theirs} must be [N, k]": odd,
+                f"the teacher has {k} tokens, weight has {size} rows": not 0 < k < size,
+                f"top_k is {top_k}, the stored teacher has {k} tokens": top_k > k,
+                f"temperature is {loss.temperature}; a stored teacher of {k} tokens needs a top_k"
+                f" of 1 to {k} for that": loss.temperature != 1.0 and not top_k,
             }
         )
     else:
@@ -405,19 +396,14 @@ def check_teacher(
         odd = len(ours) != 2 or len(theirs) != 2 or ours[1] != theirs[1]
         bias, kept = teacher.output.bias, teacher.token_map
         told = theirs[:1] if bias is None else tuple(bias.shape)
-        mapped = None if kept is None else tuple(kept.shape)
+        mapped = (size,) if kept is None else tuple(kept.shape)
+        rows, missing = theirs[0], kept is None and size != theirs[0]
         refuse(
             {
                 f"the teacher's hidden {ours} and weight {theirs} must be [N, d], [V, d]": odd,
-                f"the teacher's bias has shape {told}, its weight {theirs[0]} rows": (
-                    told != theirs[:1]
-                ),
-                f"weight has {size} rows, the teacher's {theirs[0]}: token_map is missing": (
-                    kept is None and size != theirs[0]
-                ),
-                f"token_map has shape {mapped}, weight has {size} rows": (
-                    mapped not in (None, (size,))
-                ),
+                f"the teacher's bias has shape {told}, its weight {rows} rows": told != (rows,),
+                f"weight has {size} rows, the teacher's {rows}: token_map is missing": missing,
+                f"token_map has shape {mapped}, weight has {size} rows": mapped != (size,),
             }
         )
     refuse({f"the teacher has {ours[0]} rows, hidden has {len(hidden)}": ours[0] != len(hidden)})

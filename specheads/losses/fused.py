@@ -50,13 +50,12 @@ def check_rows(hidden: Tensor, output: Output, labels: Tensor, row_weight: Tenso
     bias = theirs[:1] if output.bias is None else tuple(output.bias.shape)
     odd = len(ours) != 2 or len(theirs) != 2 or ours[1] != theirs[1]
     many = labels.dim() not in (1, 2) or labels.numel() != ours[0]
+    weights = tuple(row_weight.shape)
     refuse(
         {
             f"hidden {ours} and weight {theirs} must be [N, d], [V, d]": odd,
             f"labels has shape {shape}, hidden has {ours[0]} rows": many,
-            f"row_weight has shape {tuple(row_weight.shape)}, labels {shape}": (
-                row_weight.shape != labels.shape
-            ),
+            f"row_weight has shape {weights}, labels {shape}": weights != shape,
             f"bias has shape {bias}, weight has {theirs[0]} rows": bias != theirs[:1],
         }
     )
@@ -271,9 +270,8 @@ def rank_of(logits: Tensor, target: Tensor) -> Tensor:
     parts = zip(logits.split(step), target.split(step), strict=True)
     # Zeros and ones of the logits' own dtype, in which float32 counts to 2^24: on a CPU that takes
     # half the time of a sum of bool into int32, and that a tenth of one into int64.
-    return torch.cat(
-        [torch.gt(z, t, out=torch.empty_like(z)).sum(1, keepdim=True) for z, t in parts]
-    )
+    above = [torch.gt(z, t, out=torch.empty_like(z)).sum(1, keepdim=True) for z, t in parts]
+    return torch.cat(above)
 
 
 def _add_product(total: Tensor, slope: Tensor, x: Tensor, *, first: bool) -> None:

@@ -22,26 +22,15 @@ from transformers import CompileConfig, PreTrainedModel
 
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError, DecodeConfig
+from specheads.decoding import exported
 from specheads.decoding.accept import Acceptance
-from specheads.decoding.exported import (
-    Chosen,
-    Subject,
-    check_drafter,
-    choose_drafter,
-    draft_model,
-    dynamic_settings,
-    exported_drafter,
-    model_of,
-    num_parameters,
-    tree_kind,
-)
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.heads import static_drafter
 from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter
 from specheads.measure import rows as report
-from specheads.measure.clock import Batch, Method, Prompt, clock
+from specheads.measure.clock import Batch, Decoded, Method, Prompt, clock
 from specheads.measure.hits import Texts, collect_hits, grow_static
 from specheads.measure.identity import Noise, Rounding, compare
 from specheads.measure.render import disturbance_lines
@@ -79,7 +68,7 @@ class Contest:
     same_rounding: bool = False
 
     @staticmethod
-    def of(subject: Subject | Export, max_new_tokens: int, **settings: bool) -> Contest:
+    def of(subject: exported.Subject | Export, max_new_tokens: int, **settings: bool) -> Contest:
         """Return the contest on a model that was loaded.
 
         Args:
@@ -123,11 +112,9 @@ class Contest:
         loop: dict[str, Any] = {"eos_token_ids": self.eos, "acceptance": rule}
         loop |= {"compile": self.compile, "same_rounding": self.same_rounding}
 
-        def run(
-            batch: Batch, temperature: float, seed: int, limit: int = self.max_new_tokens
-        ) -> list[DecodedRow]:
+        def run(batch: Batch, heat: float, seed: int, limit: int = self.max_new_tokens) -> Decoded:
             own = {"attention_mask": batch.attention_mask, "max_new_tokens": limit}
-            sampler = Sampler(temperature=temperature, seed=seed)
+            sampler = Sampler(temperature=heat, seed=seed)
             result = decode(self.base, drafter, batch.input_ids, sampler=sampler, **own, **loop)
             return list(result.rows)
 
@@ -144,9 +131,9 @@ class Contest:
         """
         plain = self.ours()
 
-        def run(batch: Batch, temperature: float, seed: int, *limit: int) -> list[DecodedRow]:
+        def run(batch: Batch, heat: float, seed: int, *limit: int) -> Decoded:
             alone = enumerate(_rows(batch))
-            return [plain.decode(row, temperature, seed + i, *limit)[0] for i, row in alone]
+            return [plain.decode(row, heat, seed + i, *limit)[0] for i, row in alone]
 
         return replace(plain, name="one_by_one", in_batches=True, decode=run)
 
@@ -163,11 +150,9 @@ class Contest:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         padding = self.pad if self.pad is not None else next(iter(self.eos), 0)
 
-        def run(
-            batch: Batch, temperature: float, seed: int, limit: int = self.max_new_tokens
-        ) -> list[DecodedRow]:
+        def run(batch: Batch, heat: float, seed: int, limit: int = self.max_new_tokens) -> Decoded:
             torch.manual_seed(seed)
-            rows = self._generated(batch, temperature, limit, pad_token_id=padding, **options)
+            rows = self._generated(batch, heat, limit, pad_token_id=padding, **options)
             found = []
             for tokens in rows:  # a row that ended was padded to the length of the longest
                 end = next((i + 1 for i, token in enumerate(tokens) if token in self.eos), None)
@@ -198,7 +183,7 @@ class Contest:
             num_tokens: guesses per step.
         """
         found = self._speculating("hf_assisted", "hf assistant", num_tokens, assistant_model=draft)
-        return replace(found, extra_parameters=num_parameters(draft))
+        return replace(found, extra_parameters=exported.num_parameters(draft))
 
     def lookup(self, num_tokens: int, ngram: int) -> Method:
         """Return ``generate(prompt_lookup_num_tokens=...)``, one prompt at a time.
@@ -215,9 +200,7 @@ class Contest:
         # there is no padding; any other token than the end would be hidden from the assistant
         options["pad_token_id"] = next(iter(self.eos), None)
 
-        def run(
-            batch: Batch, temperature: float, seed: int, limit: int = self.max_new_tokens
-        ) -> list[DecodedRow]:
+        def run(batch: Batch, heat: float, seed: int, limit: int = self.max_new_tokens) -> Decoded:
             texts = []
             for i, row in enumerate(_rows(batch)):
                 torch.manual_seed(seed + i)
@@ -225,7 +208,7 @@ class Contest:
                     fixed_assistant(options.get("assistant_model"), num_tokens),
                     _known_before_passes(self.base) as known,
                 ):
-                    (tokens,) = self._generated(row, temperature, limit, **options)
+                    (tokens,) = self._generated(row, heat, limit, **options)
                 lengths = gained_by_passes(known, row.input_ids.shape[1], len(tokens))
                 texts.append(DecodedRow(tokens, lengths, finished=tokens[-1] in self.eos))
             return texts
@@ -266,7 +249,8 @@ class Contest:
 
     def of_trees(self, heads: Heads, trees: Sequence[Tree]) -> list[Method]:
         """Return heads with static trees, the first of which is called ``tree``."""
-        output, extra, found = output_layer(self.base), num_parameters(heads), list[Method]()
+        output, extra = output_layer(self.base), exported.num_parameters(heads)
+        found: list[Method] = []
         for tree in trees:
             drafter = static_drafter(self.base, heads, output, tree)
             name = f"tree_{tree.num_nodes}" if found else "tree"
@@ -283,18 +267,18 @@ class Contest:
             decode: may ask for dynamic trees, else they are measured if tree_search has chosen one.
             lossy: a rule that the static tree is decoded by once more, named in the row.
         """
-        extra, found = num_parameters(export.heads), []
-        if decode.tree == "dynamic" or decode.num_nodes or dynamic_settings(export):
-            drafter = exported_drafter(export, replace(decode, tree="dynamic"))
+        extra, found = exported.num_parameters(export.heads), []
+        if decode.tree == "dynamic" or decode.num_nodes or exported.dynamic_settings(export):
+            drafter = exported.exported_drafter(export, replace(decode, tree="dynamic"))
             found.append(self.ours("tree_dynamic", drafter, drafter.num_nodes, extra=extra))
         if lossy is not None:
-            drafter = exported_drafter(export, DecodeConfig(tree="static"))
+            drafter = exported.exported_drafter(export, DecodeConfig(tree="static"))
             name, num_nodes = f"tree_{lossy.rule}", export.tree.num_nodes
             found.append(self.ours(name, drafter, num_nodes, extra=extra, rule=lossy))
         return found
 
     def of_drafters(
-        self, subject: Subject, asked: Sequence[DecodeConfig], lossy: Acceptance | None
+        self, subject: exported.Subject, asked: Sequence[DecodeConfig], lossy: Acceptance | None
     ) -> list[Method]:
         """Return a method for each of ``asked``, and what transformers has of the kind.
 
@@ -311,14 +295,14 @@ class Contest:
         decode, draft = asked[0], None
         methods = []
         if decode.draft:
-            draft = draft_model(subject, decode)
-            if vocab_size(model_of(draft)) == vocab_size(self.base):  # they take no others
+            draft = exported.draft_model(subject, decode)
+            if vocab_size(exported.model_of(draft)) == vocab_size(self.base):  # they take no others
                 num_tokens = decode.draft_tokens or HF_TOKENS
-                methods.append(self.assisted(model_of(draft), num_tokens))
+                methods.append(self.assisted(exported.model_of(draft), num_tokens))
         if {name for each in asked for name in each.drafter.split("+")} & {"lookup", "suffix"}:
             methods.append(self.lookup(LOOKUP_TOKENS, LOOKUP_NGRAM))
-        chosen = [choose_drafter(subject, each, draft=draft) for each in asked]
-        rules: list[tuple[Chosen, Acceptance | None]] = [(each, None) for each in chosen]
+        chosen = [exported.choose_drafter(subject, each, draft=draft) for each in asked]
+        rules: list[tuple[exported.Chosen, Acceptance | None]] = [(each, None) for each in chosen]
         if lossy is not None and subject.export is None:
             rules.append((chosen[0], lossy))
         for each, rule in rules:
@@ -516,10 +500,10 @@ def asked_for(
     Raises:
         ConfigError: for a drafter that is unknown, lacks its model, or cannot be made.
     """
-    names = ["+".join(check_drafter(decode, has_heads=has_heads)), *drafters]
+    names = ["+".join(exported.check_drafter(decode, has_heads=has_heads)), *drafters]
     found = [replace(decode, drafter=name) for name in dict.fromkeys(names) if name != "heads"]
     for each in found:
-        check_drafter(each, has_heads=has_heads)
+        exported.check_drafter(each, has_heads=has_heads)
     return found
 
 
@@ -529,7 +513,7 @@ def quoted_method(
     """Return the method to quote: what generate would decode with, given the same settings."""
     if export is None or decode.draft or decode.drafter not in ("auto", "heads"):
         return asked[0].drafter
-    return "tree_dynamic" if tree_kind(export, decode) == "dynamic" else "tree"
+    return "tree_dynamic" if exported.tree_kind(export, decode) == "dynamic" else "tree"
 
 
 def grown_trees(
@@ -541,7 +525,7 @@ def grown_trees(
     return [grow_static(hits, size) for size in sizes]
 
 
-def load_others(subject: Subject, paths: Sequence[str]) -> dict[str, Export]:
+def load_others(subject: exported.Subject, paths: Sequence[str]) -> dict[str, Export]:
     """Load exports of other heads on the subject's own base model, by short names.
 
     Args:

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -30,19 +31,8 @@ from specheads.decoding.costs import CostCurve, clock_steps, ratios, runner
 from specheads.drafters.contract import Drafter
 from specheads.drafters.growing import NUM_RANKS
 from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
+from specheads.measure import hits
 from specheads.measure.clock import Budget
-from specheads.measure.hits import (
-    Gains,
-    Progress,
-    Texts,
-    acceptance,
-    collect_hits,
-    decoded_gains,
-    drafter_gains,
-    fit_temperatures,
-    grow_nodes,
-    static_gains,
-)
 from specheads.measure.render import estimate
 from specheads.measure.rows import DRIFT_LIMIT
 from specheads.models.checkpoint import Export, read_config
@@ -85,7 +75,7 @@ class Kind:
         clocked: per clocked number of nodes its costs in plain steps.
     """
 
-    gains: Gains
+    gains: hits.Gains
     make: Callable[[int], Drafter]
     clocked: dict[int, list[float]] = field(default_factory=dict)
 
@@ -140,9 +130,9 @@ def calibrate(
     base: PreTrainedModel,
     heads: Heads,
     output: OutputLayer,
-    texts: Texts,
+    texts: hits.Texts,
     search: Search | None = None,
-    progress: Progress = iter,
+    progress: hits.Progress = iter,
 ) -> Calibration:
     """Measure the heads on ``texts`` and return the tree with the most tokens per second.
 
@@ -168,10 +158,10 @@ def calibrate(
     search = search or Search()
     decoding = search.budget.part(0.5)
     batches = lambda items: decoding.within(progress(items))  # noqa: E731
-    hits = collect_hits(base, heads, output, texts, batches)
+    seen = hits.collect_hits(base, heads, output, texts, batches)
     measured_on: dict[str, Any] = {
-        "num_prompts": len(hits),
-        "num_positions": sum(len(text.ranks) for of_prompt in hits for text in of_prompt),
+        "num_prompts": len(seen),
+        "num_positions": sum(len(text.ranks) for of_prompt in seen for text in of_prompt),
         "temperatures": list(texts.temperatures),
         "max_new_tokens": texts.max_new_tokens,
         "batch_size": search.batch_size,
@@ -180,7 +170,7 @@ def calibrate(
         "threads": torch.get_num_threads(),
     }
     largest = search.num_nodes or search.max_nodes
-    nodes = grow_nodes(hits, max(search.num_nodes, search.max_nodes))
+    nodes = hits.grow_nodes(seen, max(search.num_nodes, search.max_nodes))
     most = min(largest, len(nodes) + 1)
     if most < 2:  # no guess was ever right
         measured_on |= {"accept_length": 1.0, "speedup": 1.0, "speculate": False}
@@ -192,23 +182,23 @@ def calibrate(
     def grown(size: int) -> HeadsDrafter:
         return dynamic_drafter(base, heads, output, size, temperatures=scales)
 
-    scales = fit_temperatures(hits)
+    scales = hits.fit_temperatures(seen)
     kinds = {
-        "static": Kind(static_gains(hits, most), static),
-        "dynamic": Kind(drafter_gains(hits, grown(largest), scales), grown),
+        "static": Kind(hits.static_gains(seen, most), static),
+        "dynamic": Kind(hits.drafter_gains(seen, grown(largest), scales), grown),
     }
     plain = _clock_sizes(base, kinds, texts, search)
     fixed = search.num_nodes > 0
     found = {name: _summary(kind, median(plain), fixed=fixed) for name, kind in kinds.items()}
     measured_on |= {**found["static"], "plain_step_drift": round(max(plain) / min(plain), 4)}
     tree = Tree.from_choices(nodes[: measured_on["num_nodes"] - 1])
-    measured_on["acceptance"] = [round(share, 4) for share in acceptance(tree, hits)]
+    measured_on["acceptance"] = [round(share, 4) for share in hits.acceptance(tree, seen)]
     measured_on["dynamic"] = {**found["dynamic"], "temperatures": scales}
     return Calibration(tree, measured_on["accept_length"], measured_on)
 
 
 def _clock_sizes(
-    base: PreTrainedModel, kinds: Mapping[str, Kind], texts: Texts, search: Search
+    base: PreTrainedModel, kinds: Mapping[str, Kind], texts: hits.Texts, search: Search
 ) -> list[float]:
     """Clock plain steps beside those of trees of many sizes, then of sizes around the fastest.
 
@@ -357,14 +347,9 @@ def published_rates(num_heads: int) -> list[list[float]]:
     rates = []
     for head in range(num_heads):
         top1, top5 = PUBLISHED[min(head, len(PUBLISHED) - 1)]
-        low, high = 0.0, 1.0
-        for _ in range(50):
-            factor = (low + high) / 2
-            if top1 * sum(factor**rank for rank in range(5)) < top5:
-                low = factor
-            else:
-                high = factor
-        rates.append([top1 * low**rank for rank in range(NUM_RANKS)])
+        # what makes top1 * (1 + factor + ... + factor**4) the top-5: one root is above 0
+        factor = float(max(np.roots([1, 1, 1, 1, 1 - top5 / top1]).real))
+        rates.append([top1 * factor**rank for rank in range(NUM_RANKS)])
     return rates
 
 
@@ -393,21 +378,16 @@ def assumed(
     Raises:
         ConfigError: if ``start`` is no export.
     """
-    measured: Mapping[Choice, float] = {}
-    found = Tree.chain(0)
-    if start:
-        section = read_config(Path(start))["tree"]
-        found = Tree.from_choices(section["choices"])
-        acceptance = (section.get("measured_on") or {}).get("acceptance")
-        if acceptance:
-            measured = dict(zip(map(tuple, section["choices"]), acceptance, strict=True))
     rates = published_rates(num_heads)
-    if tree.choices:
-        found = Tree.from_choices(tree.choices)
-    elif not start:
+    section = read_config(Path(start))["tree"] if start else {}
+    if tree.choices or start:
+        found = Tree.from_choices(tree.choices or section["choices"])
+    else:
         found, _ = grow_tree(rates, tree.num_nodes or evaluate.num_nodes)
-    if not measured:
+    acceptance = (section.get("measured_on") or {}).get("acceptance")
+    if not acceptance:
         return found, expected_length(found, rates), _SOURCE
+    measured = dict(zip(map(tuple, section["choices"]), acceptance, strict=True))
     # nodes that were not measured count as never accepted
     known = sum(measured.get(choice, 0.0) for choice in found.choices)
     least = "" if all(choice in measured for choice in found.choices) else "at least, "
@@ -465,7 +445,7 @@ def describe_expected(
 
 
 def check_expected(
-    export: Export, found: Calibration, unseen: Texts, progress: Callable[[str], Progress]
+    export: Export, found: Calibration, unseen: hits.Texts, progress: Callable[[str], hits.Progress]
 ) -> dict[str, dict[str, Any]]:
     """Decode prompts that were not calibrated on, and compare accept lengths with the expected.
 
@@ -484,7 +464,7 @@ def check_expected(
         drafters["dynamic"] = growing, grown["accept_length"]
     result = {}
     for name, (drafter, expected) in drafters.items():
-        gains = decoded_gains(base, drafter, unseen, heads.num_heads, progress=progress(name))
+        gains = hits.decoded_gains(base, drafter, unseen, heads.num_heads, progress=progress(name))
         (length,) = gains.lengths()
         result[name] = {
             "accept_length": round(length, 4),

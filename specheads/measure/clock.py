@@ -87,7 +87,8 @@ class Budget:
             yield item
 
 
-Decode = Callable[..., list[DecodedRow]]  # (batch, temperature, seed, max_new_tokens=...)
+Decoded = list[DecodedRow]  # one per row of a batch
+Decode = Callable[..., Decoded]  # (batch, temperature, seed, max_new_tokens=...)
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Runs:
     """What one method did with all prompts at one temperature and batch size."""
 
     seconds: list[list[float]] = field(default_factory=list)  # [repeats][batches]
-    decoded: list[DecodedRow] = field(default_factory=list)  # [prompts], of the first repeat
+    decoded: Decoded = field(default_factory=list)  # [prompts], of the first repeat
     peak_memory: int = 0
     batch_size: int = 1
     prefill: list[list[float]] = field(default_factory=list)  # as seconds; empty: not clocked
@@ -252,7 +253,7 @@ def take_turn(
     seed: int = 0,
     first: int = 0,
     prefill: bool = False,
-) -> Iterator[tuple[str, tuple[float, float, list[DecodedRow]]]]:
+) -> Iterator[tuple[str, tuple[float, float, Decoded]]]:
     """Decode one batch with every method, one after the other.
 
     Args:

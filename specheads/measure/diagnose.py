@@ -17,16 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads.attention.cache import TreeCache, TreeLayer
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError
+from specheads.decoding.choose import EXACT_DTYPES
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.lookup import NgramDrafter
-from specheads.models.base import (
-    check_tokenizer,
-    context_length,
-    end_tokens,
-    input_device,
-    input_embedding,
-    output_device,
-)
+from specheads.models import base as bases
 from specheads.models.forward import ModelPass, thresholds
 from specheads.models.output import output_layer
 from specheads.models.support import cache_layers, compare, tree_support
@@ -39,7 +33,6 @@ TREES = {
 }
 PROMPT_LENGTHS = (5, 64)
 LONGEST_WINDOW = 2048  # a longer one takes a prompt that few machines read in passing
-EXACT_DTYPES = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ def examine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -
     """
     yield _what(model)
     yield _where(model)
-    context = context_length(model)
+    context = bases.context_length(model)
     yield Finding("context", f"{context:,} tokens" if context else "its config names no limit")
     yield _tokenizer(model, tokenizer)
     yield _output(model)
@@ -123,7 +116,7 @@ def _what(model: PreTrainedModel) -> Finding:
 
 
 def _where(model: PreTrainedModel) -> Finding:
-    first, last = input_device(model), output_device(model)
+    first, last = bases.input_device(model), bases.output_device(model)
     spread = getattr(model, "hf_device_map", None)
     place = str(first)
     if spread and len(places := dict.fromkeys(map(str, spread.values()))) > 1:
@@ -137,10 +130,10 @@ def _tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     if tokenizer is None:
         return Finding("tokenizer", "none comes with the model; token ids can be decoded")
     try:
-        check_tokenizer(tokenizer, model)
+        bases.check_tokenizer(tokenizer, model)
     except ConfigError as error:
         return Finding("tokenizer", str(error), ok=False)
-    ends, num_rows = end_tokens(model, tokenizer), input_embedding(model).shape[0]
+    ends, num_rows = bases.end_tokens(model, tokenizer), bases.input_embedding(model).shape[0]
     if outside := [token for token in ends if not 0 <= token < num_rows]:
         text = f"ends texts with {outside}, but there are {num_rows} embeddings"
         return Finding("tokenizer", text, ok=False)
@@ -184,7 +177,8 @@ def _cache(model: PreTrainedModel) -> Finding:
 
 def _prompt_lengths(model: PreTrainedModel) -> tuple[list[int], int | None]:
     """Return lengths of prompts to try, beyond the window where that is feasible; the window."""
-    longest = (context_length(model) or 1 << 30) - max(t.num_nodes for t in TREES.values()) - 2
+    largest = max(tree.num_nodes for tree in TREES.values())
+    longest = (bases.context_length(model) or 1 << 30) - largest - 2
     lengths, window = [length for length in PROMPT_LENGTHS if length <= longest], _window(model)
     if window is not None and window <= min(LONGEST_WINDOW, longest - 8):
         lengths = sorted({*lengths, window + 8})
@@ -236,7 +230,7 @@ def _rows(model: PreTrainedModel) -> tuple[bool, str]:
 
 def _tokens(model: PreTrainedModel) -> tuple[bool, str]:
     """Compare decoded tokens with plain decoding's."""
-    room = context_length(model) or 1 << 30
+    room = bases.context_length(model) or 1 << 30
     half = _random_ids(model, 1, max(1, min(16, room // 4)))
     ids, limit = torch.cat([half, half], dim=1), min(32, room - 2 * half.shape[1])
     plain = plain_decode(model, ids, max_new_tokens=limit).new_tokens
@@ -250,9 +244,9 @@ def _tokens(model: PreTrainedModel) -> tuple[bool, str]:
 
 def _random_ids(model: PreTrainedModel, num_rows: int, num_tokens: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    num_ids = input_embedding(model).shape[0]
+    num_ids = bases.input_embedding(model).shape[0]
     ids = torch.randint(num_ids, (num_rows, num_tokens), generator=generator)
-    return ids.to(input_device(model))
+    return ids.to(bases.input_device(model))
 
 
 def _error(error: float, limit: float) -> str:

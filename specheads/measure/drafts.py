@@ -29,21 +29,10 @@ from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
+from specheads.measure import rows as report
 from specheads.measure.bench import Contest
 from specheads.measure.clock import Prompt, Runs, clock
 from specheads.measure.render import Columns, figure, interval, make_table
-from specheads.measure.rows import (
-    accept_length_ci95,
-    disturbance,
-    mean_accept_length,
-    mean_rep8,
-    ratio_ci95,
-    rounded,
-    seen_beside,
-    speed,
-    speedup,
-    whole,
-)
 from specheads.models.base import input_device, input_embedding
 from specheads.system import hardware
 from specheads.system.terminal import progress_bar
@@ -213,23 +202,21 @@ def agreement(
     device, width = base_logits.device, base_logits.shape[-1]
     draft_logits = fit_vocabulary(_logits_before(draft, text, num).to(device), width)
     tokens = torch.tensor(new_tokens[1:], device=device)
-    shared, kept, best = [], [], []
+
+    def compared(ours: Tensor, theirs: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hit = theirs.argmax(-1) == here
+        if sampler.temperature == 0:
+            return hit.double(), hit.double(), hit
+        base_probs, draft_probs = sampler.probs(ours), sampler.probs(theirs)
+        shared, at = torch.minimum(base_probs, draft_probs).sum(-1), here[:, None]
+        ratio = draft_probs.gather(-1, at) / base_probs.gather(-1, at).clamp_min(1e-38)
+        return shared.double(), ratio[:, 0].clamp(max=1).double(), hit
+
     columns = base_logits, draft_logits, tokens
     parts = (column.split(max(1, _AT_ONCE // width)) for column in columns)
-    for ours, theirs, here in zip(*parts, strict=True):
-        hit = theirs.argmax(-1) == here
-        best.append(hit)
-        if sampler.temperature == 0:
-            shared.append(hit.double())
-            kept.append(hit.double())
-            continue
-        base_probs, draft_probs = sampler.probs(ours), sampler.probs(theirs)
-        shared.append(torch.minimum(base_probs, draft_probs).sum(-1).double())
-        at = here[:, None]
-        ratio = draft_probs.gather(-1, at) / base_probs.gather(-1, at).clamp_min(1e-38)
-        kept.append(ratio[:, 0].clamp(max=1).double())
-    shares, rates, hits = (torch.cat(each).tolist() for each in (shared, kept, best))
-    return Agreement(shares, rates, hits, limit)
+    rows = [compared(*part) for part in zip(*parts, strict=True)]
+    shared, kept, best = (torch.cat(each).tolist() for each in zip(*rows, strict=True))
+    return Agreement(shared, kept, best, limit)
 
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
@@ -329,12 +316,12 @@ def compare_drafts(
     costs = zip(verify.sizes, verify.smoothed, strict=True)
     best = recommended(candidates)
     return {
-        "disturbance": disturbance([clocking, seen_beside(runs, heat)]),
+        "disturbance": report.disturbance([clocking, report.seen_beside(runs, heat)]),
         "base": {"parameters": size},
         "plain": {
             "seconds": [round(sum(repeat), 6) for repeat in plain.seconds],
             "new_tokens": sum(len(each.new_tokens) for each in plain.decoded),
-            "rep8": mean_rep8(plain),
+            "rep8": report.mean_rep8(plain),
         },
         "verify_cost": {str(n): round(cost, 4) for n, cost in costs},
         "candidates": candidates,
@@ -352,7 +339,7 @@ def _candidate(prospect: Prospect, runs: Runs, plain: Runs, limit: int) -> dict[
     best_guesses = sum(sum(text.best) for text in alpha.texts)
     return {
         "alpha": round(alpha.alpha, 4),
-        "alpha_ci95": rounded(ratio_ci95([shared], [counts])),
+        "alpha_ci95": report.rounded(report.ratio_ci95([shared], [counts])),
         "best_guess_rate": round(best_guesses / max(1, alpha.num_tokens), 4),
         "num_verified": alpha.num_tokens,
         **prospect.costs.to_json(),
@@ -399,23 +386,22 @@ def predictions(alpha: Alpha, costs: DraftCosts, max_tokens: int) -> list[dict[s
         ``predicted`` (the accept length of chains along the measured texts over the clocked cost,
         prefills included) and the two accept lengths.
     """
-    rows = []
-    for n in range(1, max_tokens + 1):
+
+    def prediction(n: int) -> dict[str, Any]:
         gained, tokens = alpha.chain(n), expected_tokens(alpha.alpha, n)
         published = leviathan_speedup(alpha.alpha, costs.draft, n)
         promised = costs.speedup(len(alpha.texts), gained.steps, gained.tokens, n)
-        rows.append(
-            {
-                "num_tokens": n,
-                "leviathan": round(published, 4) if costs.draft > 0 else None,
-                "formula_with_costs": round(tokens / costs.step(n), 4),
-                "predicted": round(promised, 4),
-                "formula_accept_length": round(tokens, 4),
-                "accept_length": round(gained.accept_length, 4),
-                "acceptance_rate": round(gained.acceptance_rate, 4),
-            }
-        )
-    return rows
+        return {
+            "num_tokens": n,
+            "leviathan": round(published, 4) if costs.draft > 0 else None,
+            "formula_with_costs": round(tokens / costs.step(n), 4),
+            "predicted": round(promised, 4),
+            "formula_accept_length": round(tokens, 4),
+            "accept_length": round(gained.accept_length, 4),
+            "acceptance_rate": round(gained.acceptance_rate, 4),
+        }
+
+    return [prediction(n) for n in range(1, max_tokens + 1)]
 
 
 def figures(runs: Runs, plain: Runs, num_tokens: int, max_new_tokens: int) -> dict[str, Any]:
@@ -428,17 +414,17 @@ def figures(runs: Runs, plain: Runs, num_tokens: int, max_new_tokens: int) -> di
         max_new_tokens: the limit of both.
     """
     lengths = [each.accept_lengths for each in runs.decoded]
-    ratio, bounds = speedup(whole(runs), whole(plain))
+    ratio, bounds = report.speedup(report.whole(runs), report.whole(plain))
     accepted = sum(sum(each) - len(each) for each in lengths)
     proposed = sum(num_proposed(each, num_tokens, max_new_tokens) for each in runs.decoded)
     pairs = zip(runs.decoded, plain.decoded, strict=True)
     return {
         "num_prompts": len(lengths),
-        "tokens_per_second": round(speed(whole(runs)), 3),
+        "tokens_per_second": round(report.speed(report.whole(runs)), 3),
         "speedup": ratio,
         "speedup_ci95": bounds,
-        "accept_length": round(mean_accept_length(lengths), 4),
-        "accept_length_ci95": rounded(accept_length_ci95(lengths)),
+        "accept_length": round(report.mean_accept_length(lengths), 4),
+        "accept_length_ci95": report.rounded(report.accept_length_ci95(lengths)),
         "acceptance_rate": round(accepted / proposed, 4) if proposed else 0.0,
         "identical": sum(a.new_tokens == b.new_tokens for a, b in pairs),
     }

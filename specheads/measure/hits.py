@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.growing import NUM_RANKS, grow
 from specheads.drafters.heads import Draws, HeadsDrafter, embedding
-from specheads.measure.clock import Prompt, pad_left
+from specheads.measure.clock import Prompt, Runs, pad_left
 from specheads.measure.rows import Clocked, ratio_ci95
 from specheads.models.checkpoint import Export
 from specheads.models.kinds import Heads, Walk
@@ -78,6 +78,9 @@ class Hits:
     tokens: Tensor | None = None
     ahead: Tensor | None = None
     draws: Draws | None = None
+
+
+AllHits = Sequence[Sequence[Hits]]  # per prompt, per text
 
 
 @torch.inference_mode()
@@ -226,7 +229,7 @@ def collect_hits(
     return found
 
 
-def fit_temperatures(hits: Sequence[Sequence[Hits]]) -> list[float]:
+def fit_temperatures(hits: AllHits) -> list[float]:
     """Return for every head the temperature that makes the tokens that came most likely.
 
     Only positions count where each head above had the token that came among its guesses: nodes of
@@ -319,7 +322,7 @@ def static_sizes(order: Sequence[Choice], ranks: Tensor) -> Tensor:
     return torch.tensor(rows, dtype=torch.long).view(ranks.shape)
 
 
-def step_ranks(order: Sequence[Choice], hits: Sequence[Sequence[Hits]], num_nodes: int) -> Tensor:
+def step_ranks(order: Sequence[Choice], hits: AllHits, num_nodes: int) -> Tensor:
     """Return the ranks [R, K] at those positions only where a step of this tree would start.
 
     They are harder than others: a step starts where the tree did not reach, and misses come close
@@ -341,7 +344,7 @@ def step_ranks(order: Sequence[Choice], hits: Sequence[Sequence[Hits]], num_node
     return torch.cat(kept)
 
 
-def grow_nodes(hits: Sequence[Sequence[Hits]], max_nodes: int) -> list[Choice]:
+def grow_nodes(hits: AllHits, max_nodes: int) -> list[Choice]:
     """Order nodes for static trees of all sizes, as :func:`grow_order`, where steps start.
 
     Which positions these are depends on the tree, so the nodes are ordered again for those at which
@@ -361,12 +364,12 @@ def grow_nodes(hits: Sequence[Sequence[Hits]], max_nodes: int) -> list[Choice]:
     return min(found, key=lambda each: each[0])[1]  # the fewest steps for the same texts
 
 
-def grow_static(hits: Sequence[Sequence[Hits]], num_nodes: int) -> Tree:
+def grow_static(hits: AllHits, num_nodes: int) -> Tree:
     """Grow the tree of ``num_nodes`` nodes that gains most; smaller if too few are useful."""
     return Tree.from_choices(grow_nodes(hits, num_nodes))
 
 
-def acceptance(tree: Tree, hits: Sequence[Sequence[Hits]]) -> list[float]:
+def acceptance(tree: Tree, hits: AllHits) -> list[float]:
     """Return per choice of a tree the share of its verify steps that accept it.
 
     One more than their sum is the accept length, but for steps at the end of a text.
@@ -395,10 +398,9 @@ def measure_accuracy(
         ``choices`` of the tree, and ``acceptance``, the share of its steps that accept each.
         Texts that are too short to ask a head about leave ``top`` empty.
     """
-    base, heads, output, found = export.base, export.heads, output_layer(export.base), []
-    for (temperature, size), runs in clocked.items():
-        if size > 1:
-            continue
+    base, heads, output = export.base, export.heads, output_layer(export.base)
+
+    def accuracy(temperature: float, runs: Mapping[str, Runs]) -> dict[str, Any]:
         hits, counted = [], []
         texts = zip(prompts, runs["plain"].decoded, strict=True)
         for number, (prompt, text) in enumerate(texts):  # each was drawn with its number as seed
@@ -407,15 +409,14 @@ def measure_accuracy(
             hits.append([asked])
             counted.append(came_after(len(asked.ranks), heads.num_heads, len(text.new_tokens)))
         ranks = torch.cat([asked.ranks for (asked,) in hits])
-        found.append(
-            {
-                "temperature": temperature,
-                "heads": top_shares(ranks, torch.cat(counted)),
-                "choices": [list(choice) for choice in export.tree.choices],
-                "acceptance": [round(share, 4) for share in acceptance(export.tree, hits)],
-            }
-        )
-    return found
+        return {
+            "temperature": temperature,
+            "heads": top_shares(ranks, torch.cat(counted)),
+            "choices": [list(choice) for choice in export.tree.choices],
+            "acceptance": [round(share, 4) for share in acceptance(export.tree, hits)],
+        }
+
+    return [accuracy(heat, runs) for (heat, size), runs in clocked.items() if size == 1]
 
 
 def came_after(num_positions: int, num_heads: int, num_new: int) -> Tensor:
@@ -470,19 +471,17 @@ def dynamic_sizes(hits: Hits, max_nodes: int, temperatures: Sequence[float]) -> 
     norms = hits.norms.gather(2, which[None, :, None].expand(len(hits.norms), -1, 1))
     log_probs = (hits.logits / torch.tensor(temperatures)[:, None] - norms).clamp(max=0)
     num_heads, num_ranks = log_probs.shape[1:]
-    guesses, depth, found = torch.arange(num_ranks), min(num_heads, max_nodes - 1), []
-    for rows, ranks in zip(log_probs.split(_CHUNK), hits.ranks.split(_CHUNK), strict=True):
+    guesses, depth = torch.arange(num_ranks), min(num_heads, max_nodes - 1)
+
+    def needed(rows: Tensor, came: Tensor) -> Tensor:
         # parallel heads say the same below every node, so a guess is known by depth and rank
         levels = ((level[:, None], guesses) for level in rows.unbind(1))
         roots = torch.full((len(rows),), -1)
-        parents, tokens, values = grow(
-            lambda _, levels=levels: next(levels),  # type: ignore[misc]
-            roots,
-            max_nodes,
-            depth,
-        )
-        found.append(_sizes_needed(parents, values, tokens, ranks))
-    return torch.cat(found)
+        parents, tokens, values = grow(lambda _: next(levels), roots, max_nodes, depth)
+        return _sizes_needed(parents, values, tokens, came)
+
+    chunks = zip(log_probs.split(_CHUNK), hits.ranks.split(_CHUNK), strict=True)
+    return torch.cat([needed(*chunk) for chunk in chunks])
 
 
 def _sizes_needed(parents: Tensor, values: Tensor, guesses: Tensor, came: Tensor) -> Tensor:
@@ -602,9 +601,7 @@ class Gains:
         return ratio_ci95([tokens], [steps])
 
 
-def count_gains(
-    hits: Sequence[Sequence[Hits]], needed: Callable[[int, Hits], Tensor], most: int
-) -> Gains:
+def count_gains(hits: AllHits, needed: Callable[[int, Hits], Tensor], most: int) -> Gains:
     """Count what trees of 2 to ``most`` nodes gain along the texts of every prompt.
 
     Args:
@@ -622,7 +619,7 @@ def count_gains(
     return Gains(tokens, steps)
 
 
-def static_gains(hits: Sequence[Sequence[Hits]], max_nodes: int) -> Gains:
+def static_gains(hits: AllHits, max_nodes: int) -> Gains:
     """Count what static trees gain on prompts that they were not grown from.
 
     A tree looks better on the texts it was grown from than on others, the more so the larger it is.
@@ -638,9 +635,7 @@ def static_gains(hits: Sequence[Sequence[Hits]], max_nodes: int) -> Gains:
     )
 
 
-def drafter_gains(
-    hits: Sequence[Sequence[Hits]], drafter: HeadsDrafter, temperatures: Sequence[float]
-) -> Gains:
+def drafter_gains(hits: AllHits, drafter: HeadsDrafter, temperatures: Sequence[float]) -> Gains:
     """Count what trees grown at each step gain, of heads of any kind and up to this drafter's size.
 
     Args:
@@ -671,12 +666,9 @@ def decoded_gains(
     """
     tokens, steps = torch.zeros(2, len(texts.prompts), 1, dtype=torch.long)
     for number, _, row in texts.decode(base, drafter, progress):
-        root = 0
         known = texts.max_new_tokens - (0 if row.finished else num_heads + 1)
-        for length in row.accept_lengths:
-            if root >= known:
-                break
-            tokens[number] += length
-            steps[number] += 1
-            root += length
+        roots = itertools.accumulate(row.accept_lengths, initial=0)
+        counted = [n for n, at in zip(row.accept_lengths, roots, strict=False) if at < known]
+        tokens[number] += sum(counted)
+        steps[number] += len(counted)
     return Gains(tokens, steps)

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from specheads.decoding.choose import EXACT_DTYPES
 from specheads.measure.clock import Prompt
 from specheads.models.adapters import in_float32
 from specheads.models.forward import replay
 from specheads.verification.sampling import Sampler, gumbel_noise
 
 CONTENDERS = 32  # the likeliest tokens; others are hardly ever chosen between
-EXACT = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Rounding:
     @cached_property
     def reference(self) -> PreTrainedModel:
         """The same weights in float32: 4 bytes per parameter more, from the first use on."""
-        if self.base.dtype in EXACT:
+        if self.base.dtype in EXACT_DTYPES:
             return self.base
         return in_float32(self.base)
 

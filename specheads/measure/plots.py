@@ -138,14 +138,14 @@ def draw(result: Mapping[str, Any]) -> dict[str, str]:
     at = f"T={temperature:g}"
     found = {"speed": _draw("speed", lambda axes: _speed(axes, alone, colors))}
     if len({row["batch"] for row in rows}) > 1:
-        found["batches"] = _draw("batches", lambda axes: _batches(axes, here, colors, at), panels=2)
+        found["batches"] = _draw("batches", lambda axes: _batches(axes, here, colors, at), 2)
     heads = {
         name: next(each for each in measured if each["temperature"] == temperature)
         for name, measured in result.get("heads", {}).items()
     }
     if heads:
-        size = (4.0 * len(heads) + 1, 3.8)
-        found["heads"] = _draw("heads", lambda axes: _heads(axes, heads, at), size, len(heads))
+        count, width = len(heads), 4.0 * len(heads) + 1
+        found["heads"] = _draw("heads", lambda axes: _heads(axes, heads, at), count, width)
         found["tree"] = "\n".join(_trees(heads, at))
     return found
 
@@ -155,19 +155,14 @@ Rows = Sequence[Mapping[str, Any]]
 Colors = Mapping[str, str]
 
 
-def _draw(
-    name: str,
-    paint: Callable[[Axes], None],
-    size: tuple[float, float] = (9.0, 3.8),
-    panels: int = 1,
-) -> str:
+def _draw(name: str, paint: Callable[[Axes], None], panels: int = 1, width: float = 9.0) -> str:
     """Return a figure's SVG; the same figures give the same bytes."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"svg.hashsalt": "specheads", "svg.fonttype": "none"}):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=(width, 3.8), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots(1, panels, squeeze=False)[0]
         for each in axes:

@@ -244,13 +244,12 @@ def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) ->
         difference, all of them where there is none, with ``common_prefix_ci95``; ``length``: mean
         tokens of theirs.
     """
-    prefixes = []
-    for one, other in zip(ours, theirs, strict=True):
-        first = first_difference(one, other)
-        prefixes.append(float(len(other) if first is None else first))
+    firsts = [first_difference(*pair) for pair in zip(ours, theirs, strict=True)]
+    pairs = zip(firsts, theirs, strict=True)
+    prefixes = [float(len(text) if first is None else first) for first, text in pairs]
     return {
         "compared": len(prefixes),
-        "identical": sum(list(a) == list(b) for a, b in zip(ours, theirs, strict=True)),
+        "identical": firsts.count(None),
         **_mean("common_prefix", prefixes, [1.0] * len(prefixes)),
         "length": sum(map(len, theirs)) / len(prefixes),
     }

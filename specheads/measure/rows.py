@@ -294,14 +294,8 @@ def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for method, temperature in in_order(drafted, "method", "temperature"):
         series = [r for r in drafted if (r["method"], r["temperature"]) == (method, temperature)]
         lost = [row["batch"] for row in series if row["speedup_vs_plain"] <= 1]
-        found.append(
-            {
-                "method": method,
-                "temperature": temperature,
-                "batch": min(lost, default=None),
-                "largest_measured": max(row["batch"] for row in series),
-            }
-        )
+        at = {"batch": min(lost, default=None), "largest_measured": max(r["batch"] for r in series)}
+        found.append({"method": method, "temperature": temperature, **at})
     return found
 
 

@@ -23,7 +23,7 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -36,11 +36,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads.config import ConfigError, SpecBenchConfig
 from specheads.data.readers import json_lines
 from specheads.data.suites import Question, QuestionPrompts
-from specheads.decoding.generate import SpecDecoder, ending
+from specheads.decoding.generate import SpecDecoder, TooLongError, ending, room
 from specheads.measure.clock import now
 from specheads.measure.render import Columns, estimate, figure, interval, make_table
 from specheads.measure.rows import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
-from specheads.models.base import context_length, input_device
+from specheads.models.base import input_device
 from specheads.system.files import write_whole
 from specheads.system.terminal import progress_bar
 
@@ -226,10 +226,6 @@ def _append(path: Path, value: object) -> None:
         os.fsync(lines.fileno())
 
 
-class TooLongError(ValueError):
-    """A turn that leaves no room for an answer in the base model's context."""
-
-
 def answer(
     decoder: SpecDecoder,
     question: Question,
@@ -254,7 +250,7 @@ def answer(
     drawn: dict[str, Any] = {"temperature": config.temperature, "seed": config.seed + number}
     for i in range(len(question.turns)):
         ids = prompts.ids(question, [turn.text for turn in turns])
-        limit = min(config.max_new_tokens, _room(decoder, ids, f"{question.id}, turn {i}"))
+        limit = min(config.max_new_tokens, _room(decoder, ids, question, i))
         input_ids = torch.tensor([ids], device=input_device(decoder.base))
         turns.append(decode_turn(decoder, input_ids, limit, **drawn)[1])
     return turns
@@ -298,36 +294,33 @@ def answer_missing(
     fitting: list[tuple[int, Question, list[str]]] = []
     with progress_bar("question", total=len(todo)) as bar:
 
-        def too_long(question: Question, error: TooLongError) -> None:
-            if not config.skip_long:
+        @contextlib.contextmanager
+        def leaving_out(question: Question) -> Iterator[None]:
+            try:
+                yield
+            except TooLongError as error:
+                if config.skip_long:
+                    left_out.append(question.id)
+                    bar.update()
+                    return
                 raise ConfigError(f"{error}; skip_long=true leaves such questions out") from None
-            left_out.append(question.id)
-            bar.update()
 
         for each in todo:  # all of them first: the last question must not end a run of hours
-            _, question, _ = each
-            try:
-                _room(drafted, prompts.ids(question), f"{question.id}, turn 0")
+            with leaving_out(each[1]):
+                _room(drafted, prompts.ids(each[1]), each[1])
                 fitting.append(each)
-            except TooLongError as error:
-                too_long(question, error)
         for number, question, _ in fitting[:1]:
             for decoder in [decoders[name] for name in files] * config.warmup:
                 with contextlib.suppress(TooLongError):  # of a later turn; the clocked one says it
                     answer(decoder, question, number, prompts, config)
         for number, question, missing in fitting:
             order = missing if number % 2 else missing[::-1]
-            try:
-                turns = {
-                    name: answer(decoders[name], question, number, prompts, config)
-                    for name in order
-                }
-            except TooLongError as error:
-                too_long(question, error)
-                continue
-            for name in missing:
-                files[name].append(question, turns[name])
-            bar.update()
+            with leaving_out(question):
+                asked = question, number, prompts, config
+                turns = {name: answer(decoders[name], *asked) for name in order}
+                for name in missing:
+                    files[name].append(question, turns[name])
+                bar.update()
     return left_out
 
 
@@ -379,16 +372,8 @@ def decode_turn(
     )
 
 
-def _room(decoder: SpecDecoder, ids: list[int], where: str) -> int:
-    context = context_length(decoder.base)
-    if context is None:
-        return 1 << 30
-    if len(ids) >= context:
-        raise TooLongError(
-            f"question {where}: the prompt is {len(ids)} tokens, but the base model's context is"
-            f" {context}"
-        )
-    return context - len(ids)
+def _room(decoder: SpecDecoder, ids: list[int], question: Question, turn: int = 0) -> int:
+    return room(decoder.base, ids, f"question {question.id}, turn {turn}: the prompt")
 
 
 def forward(
@@ -578,8 +563,9 @@ def score(
         ``corrected``, ``decode_only`` (each None without a baseline), ``identical`` texts among
         those ``compared``, and ``different``: the questions whose answers are not the same.
     """
-    theirs, rows = tasks_of(baseline), []
-    for task, of in tasks_of(answers).items():
+    theirs = tasks_of(baseline)
+
+    def row(task: str, of: Sequence[Answer]) -> dict[str, Any]:
         against = theirs.get(task, [])
         known = {answer["question_id"]: answer for answer in against}
         both = [answer for answer in of if answer["question_id"] in known]
@@ -589,20 +575,19 @@ def score(
             for a, b in zip(both, others, strict=True)
             for one, other in zip(a["choices"][0]["turns"], b["choices"][0]["turns"], strict=False)
         ]
-        rows.append(
-            {
-                "task": task,
-                "num_questions": len(of),
-                **accept_length(of),
-                "published": published(of, against, count) if against else None,
-                "corrected": corrected(both, others) if both else None,
-                "decode_only": decode_only(both, others, details, details0) if both else None,
-                "identical": sum(same for _, same in texts),
-                "compared": len(texts),
-                "different": list(dict.fromkeys(name for name, same in texts if not same)),
-            }
-        )
-    return rows
+        return {
+            "task": task,
+            "num_questions": len(of),
+            **accept_length(of),
+            "published": published(of, against, count) if against else None,
+            "corrected": corrected(both, others) if both else None,
+            "decode_only": decode_only(both, others, details, details0) if both else None,
+            "identical": sum(same for _, same in texts),
+            "compared": len(texts),
+            "different": list(dict.fromkeys(name for name, same in texts if not same)),
+        }
+
+    return [row(*each) for each in tasks_of(answers).items()]
 
 
 def _speed(speeds: Mapping[str, Any] | None, key: str = "speedup", form: str = ".2fx") -> str:

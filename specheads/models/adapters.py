@@ -22,21 +22,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from specheads.config import AdapterConfig, ConfigError
-from specheads.models.manifest import (
-    expect,
-    one_line,
-    read_header,
-    read_json,
-    read_tensors,
-    save_tensors,
-)
+from specheads.models import manifest, quantize
 from specheads.models.packed import drop_packed
-from specheads.models.quantize import (
-    is_quantized_linear,
-    plain_weight,
-    quantization_of,
-    quiet_bitsandbytes,
-)
 from specheads.system.errors import need
 
 Part = TypeVar("Part", bound=nn.Module)
@@ -106,7 +93,7 @@ def require_grad(base: PreTrainedModel, value: bool) -> None:
         ConfigError: if a quantised base without adapter was to be trained.
     """
     adapter = adapter_parameters(base)
-    quantization = quantization_of(base)
+    quantization = quantize.quantization_of(base)
     if value and quantization and not adapter:
         check_tunable(quantization["method"], AdapterConfig())
     drop_packed(base)
@@ -141,7 +128,7 @@ def original(base: PreTrainedModel) -> Iterator[None]:
 
 def merges(base: PreTrainedModel, merge: str) -> bool:
     """Return whether ``adapter.merge`` (true, false or auto) merges the adapter of this base."""
-    return merge == "true" or (merge == "auto" and quantization_of(base) is None)
+    return merge == "true" or (merge == "auto" and quantize.quantization_of(base) is None)
 
 
 def merge_adapter(base: PreTrainedModel) -> None:
@@ -164,8 +151,8 @@ def in_float32(base: PreTrainedModel) -> PreTrainedModel:
 
     Weights that cannot be dequantised here (GPTQ, AWQ) have no better numbers: ``base`` itself.
     """
-    quantization = quantization_of(base)
-    if quantization and not any(is_quantized_linear(module) for module in base.modules()):
+    quantization = quantize.quantization_of(base)
+    if quantization and not any(quantize.is_quantized_linear(module) for module in base.modules()):
         return base
     other = copy.deepcopy(base)
     if not quantization:
@@ -193,10 +180,10 @@ def _make_plain(base: nn.Module, dtype: torch.dtype) -> None:
     # then done, and passed over by its name
     for name, module in list(base.named_modules()):
         layer: Any = getattr(module, "base_layer", module)
-        quantized = is_quantized_linear(layer) and not name.endswith(".base_layer")
+        quantized = quantize.is_quantized_linear(layer) and not name.endswith(".base_layer")
         if layer is module and not quantized:
             continue
-        weight = plain_weight(layer)
+        weight = quantize.plain_weight(layer)
         keep = dtype if quantized else weight.dtype
         if layer is not module:
             wide = torch.promote_types(weight.dtype, torch.float32)
@@ -225,7 +212,7 @@ def inject(base: PreTrainedModel, names: Sequence[str], **settings: Any) -> None
         **settings: of peft's LoraConfig.
     """
     need("peft", "train", "an adapter")
-    quiet_bitsandbytes()  # peft imports it where it is installed
+    quantize.quiet_bitsandbytes()  # peft imports it where it is installed
     from peft import LoraConfig, inject_adapter_in_model
 
     device = base.device
@@ -251,7 +238,7 @@ def _layers(base: nn.Module) -> dict[str, Any]:
 def _is_linear(module: nn.Module) -> bool:
     if not isinstance(module, nn.Linear):
         return isinstance(module, Conv1D) or hasattr(module, "in_features")  # GPTQ, AWQ
-    if type(module).forward is nn.Linear.forward or is_quantized_linear(module):
+    if type(module).forward is nn.Linear.forward or quantize.is_quantized_linear(module):
         return True
     # Falcon's are linear layers all the same, Llama 4's router returns something else
     with torch.no_grad():
@@ -305,7 +292,7 @@ def save_adapter(folder: Path, base: PreTrainedModel, name: str, revision: str |
     config.base_model_name_or_path, config.revision = name, revision
     config.inference_mode = True
     config.save_pretrained(str(folder))
-    save_tensors(folder / _TENSORS, _by_stored_name(base), {"format": "pt"})
+    manifest.save_tensors(folder / _TENSORS, _by_stored_name(base), {"format": "pt"})
 
 
 def _by_stored_name(base: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -321,18 +308,19 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> None:
         ConfigError: if files are damaged, or tensors are missing, unexpected or of another shape.
     """
     about, file = folder / _CONFIG, folder / _TENSORS
-    stored = read_json(about, f"{folder} is no adapter")
+    stored = manifest.read_json(about, f"{folder} is no adapter")
     names = _stored_targets(about, stored, base)
     # the rank decides how much memory is taken: it must be that of the tensors
-    ranks = {shape[:1] for key, (shape, _) in read_header(file).items() if ".lora_A." in key}
+    header = manifest.read_header(file)
+    ranks = {shape[:1] for key, (shape, _) in header.items() if ".lora_A." in key}
     if type(rank := stored.get("r")) is not int or ranks != {(rank,)}:
         found = sorted(number for shape in ranks for number in shape)
         raise ConfigError(f"{about}: r is {rank!r:.40}, the tensors have {found or 'none'}")
-    with one_line(f"{about} cannot be used"):
+    with manifest.one_line(f"{about} cannot be used"):
         inject(base, names, **{key: stored.get(key) for key in _USED[:3]})
     _check_others(about, stored, base)
     wanted = _by_stored_name(base)
-    tensors = read_tensors(file, wanted)
+    tensors = manifest.read_tensors(file, wanted)
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(tensors[name])
@@ -345,11 +333,11 @@ def _stored_targets(about: Path, stored: dict[str, Any], base: PreTrainedModel) 
     alpha, dropout = stored.get("lora_alpha"), stored.get("lora_dropout")
     names: Any = stored.get("target_modules")
     real = isinstance(alpha, int | float) and 0 < alpha <= 1 << 20
-    expect(real, f"{about}: lora_alpha", alpha, "a number above 0")
+    manifest.expect(real, f"{about}: lora_alpha", alpha, "a number above 0")
     real = isinstance(dropout, int | float) and 0 <= dropout < 1
-    expect(real, f"{about}: lora_dropout", dropout, "0 to 1")
+    manifest.expect(real, f"{about}: lora_dropout", dropout, "0 to 1")
     named = type(names) is list and all(type(name) is str for name in names) and names
-    expect(bool(named), f"{about}: target_modules", names, "names")
+    manifest.expect(bool(named), f"{about}: target_modules", names, "names")
     if odd := sorted(set(names) - {name for name, _ in base.named_modules()}):
         raise ConfigError(f"{about} is of another model: the base has no {odd[0]:.80}")
     return names
@@ -364,7 +352,8 @@ def _check_others(about: Path, stored: dict[str, Any], base: PreTrainedModel) ->
             continue
         # newer versions have more keys
         same = value == plain.get(key) or not (key in plain or value)
-        expect(same, f"{about}: {key}", value, f"{plain.get(key)!r:.40}, as specheads' have it")
+        expected = f"{plain.get(key)!r:.40}, as specheads' have it"
+        manifest.expect(same, f"{about}: {key}", value, expected)
 
 
 def _plain(value: object) -> object:

@@ -23,13 +23,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from specheads.config import DTYPES, ConfigError
-from specheads.models.manifest import (
-    NEEDS_SAFETENSORS,
-    check_counts,
-    check_model_files,
-    one_line,
-    refuse_kernels,
-)
+from specheads.models import manifest
 from specheads.models.names import resolve_name
 from specheads.models.packed import pack_linears
 from specheads.models.quantize import bnb_config, check_own_quantization, prepare_quantized
@@ -100,11 +94,11 @@ def load_base_model(
         device = torch.device("cpu") if device_map else hardware.pick_device(device)
     bnb = bnb_config(quantization, dtype)
     place, revision = resolve_name(name), revision or "main"
-    ours = check_model_files(name, place, trust_remote_code=trust_remote_code)
+    ours = manifest.check_model_files(name, place, trust_remote_code=trust_remote_code)
     # or transformers would ask the hub to convert a stranger's pickle
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "true")
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    with one_line(f"cannot load model.name={name}"):
+    with manifest.one_line(f"cannot load model.name={name}"):
         own = getattr(config, "quantization_config", None)
         own = own or getattr(config.get_text_config(), "quantization_config", None)
         check_own_quantization(name, own, quantization)
@@ -128,7 +122,7 @@ def load_base_model(
             if "safetensors" not in str(error):
                 raise
             raise ConfigError(
-                f"model.name={name} has no model.safetensors: {NEEDS_SAFETENSORS}"
+                f"model.name={name} has no model.safetensors: {manifest.NEEDS_SAFETENSORS}"
             ) from None
     model, report = loaded
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
@@ -159,10 +153,11 @@ def load_config(
         ConfigError: if there is none, or it asks for too many layers, or for code on the hub.
     """
     place, options = resolve_name(name), {"revision": revision or "main"}
-    with one_line(f"cannot load model.name={name}"):
-        check_counts(f"model.name={name}", PreTrainedConfig.get_config_dict(place, **options)[0])
+    with manifest.one_line(f"cannot load model.name={name}"):
+        values = PreTrainedConfig.get_config_dict(place, **options)[0]
+        manifest.check_counts(f"model.name={name}", values)
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
-        refuse_kernels(name, config, trust_remote_code=trust_remote_code)
+        manifest.refuse_kernels(name, config, trust_remote_code=trust_remote_code)
         return config
 
 
@@ -225,7 +220,7 @@ def build_from_init(init: dict[str, Any], *, attn: str = "sdpa") -> PreTrainedMo
         raise ConfigError(
             f"model.init: {', '.join(unknown)} is not a setting of a {model_type} model"
         )
-    with one_line("model.init"):
+    with manifest.one_line("model.init"):
         config = AutoConfig.for_model(model_type, **values)
         return AutoModelForCausalLM.from_config(config, attn_implementation=attn)
 
@@ -239,7 +234,7 @@ def load_tokenizer(
         ConfigError: if there is none.
     """
     place = resolve_name(name)
-    with one_line(f"cannot load a tokenizer of {name}"):
+    with manifest.one_line(f"cannot load a tokenizer of {name}"):
         return AutoTokenizer.from_pretrained(
             place, revision=revision or "main", trust_remote_code=trust_remote_code
         )

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ from specheads.models.blocks import Markov, ZeroLinear, normalised
 from specheads.models.head_cache import RowCache, Slots, last_places, rotated, rows_at
 from specheads.models.heads import Steps
 from specheads.models.kinds import Begin
-from specheads.models.output import OutputLayer, num_layers
+from specheads.models.output import OutputLayer, layers_of
 from specheads.models.packed import product
 from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, attended
 from specheads.system.errors import at_least, check, one_of
@@ -157,46 +157,30 @@ class BlockHeads(TappedHeads):
     """K heads of one block; their contract is :class:`specheads.models.kinds.Heads`.
 
     Args:
-        num_heads: K.
+        *sizes: those of :class:`specheads.models.tapped.TappedHeads`; ``form`` is a
+            :class:`BlockForm`.
         num_layers: L.
-        hidden_size: d of the base.
-        vocab_size: V of the base.
-        lm_head: ``shared``, the base's output matrix; ``shared_pruned``, its rows of some tokens;
-            ``own`` or ``pruned``, one of their own for all slots.
-        form: see :class:`BlockForm`, all sizes and taps given.
-        num_kept: where pruned, the tokens that the heads can guess.
         markov_rank: of the bias from the token drafted before; 0 for none.
+        **more: of ``sizes`` by their names.
 
     Raises:
         ValueError: for numbers out of range.
     """
 
-    config_keys: ClassVar[tuple[str, ...]] = (
-        "num_heads", "num_layers", "hidden_size", "vocab_size", "lm_head", "num_kept",
-        "markov_rank", "form",
-    )  # fmt: skip
     stored: ClassVar[tuple[str, ...]] = (
         "num_heads", "num_layers", "lm_head", "num_kept", "correction", "markov_rank",
         "hidden_size", "vocab_size", "form",
     )  # fmt: skip
+    config_keys = tuple(key for key in stored if key != "correction")  # which follows from another
     form_class = BlockForm
     tensor_prefix: ClassVar[str] = "block."
     kind = "block"
     condition = False
     form: BlockForm
 
-    def __init__(
-        self,
-        num_heads: int,
-        num_layers: int,
-        hidden_size: int,
-        vocab_size: int,
-        lm_head: str,
-        form: BlockForm,
-        num_kept: int = 0,
-        markov_rank: int = 0,
-    ) -> None:
-        super().__init__(num_heads, hidden_size, vocab_size, lm_head, form, num_kept)
+    def __init__(self, *sizes: Any, num_layers: int, markov_rank: int = 0, **more: Any) -> None:
+        super().__init__(*sizes, **more)
+        form, hidden_size, vocab_size = self.form, self.hidden_size, self.vocab_size
         check(num_layers >= 1, "num_layers", num_layers, "at least 1")
         kept = f"in 1..{vocab_size}, the vocabulary"
         check(form.mask_token_id < vocab_size, "mask_token_id", form.mask_token_id, kept)
@@ -206,22 +190,22 @@ class BlockHeads(TappedHeads):
         self.sequential = markov_rank > 0
         # the slot of head 0, and how many slots there are
         self.first = int(form.form == "published" and not form.sample_from_anchor)
-        self.num_slots = num_heads + self.first
-        width = len(form.taps) * hidden_size
+        self.num_slots = self.num_heads + self.first
         self.hidden_norm = Norm(hidden_size, eps=form.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(hidden_size, form) for _ in range(num_layers))
+        self.layers: Any = nn.ModuleList(BlockLayer(hidden_size, form) for _ in range(num_layers))
         self.inject: nn.Module | None = None
         if form.form == "joined":
-            read, made, rank = width + hidden_size, num_heads * hidden_size, form.injection_rank
+            read, made = (len(form.taps) + 1) * hidden_size, self.num_heads * hidden_size
             self.inject = ZeroLinear(read, made, bias=False)
-            if rank:
+            if rank := form.injection_rank:
                 down = nn.Linear(read, rank, bias=False)
                 self.inject = nn.Sequential(down, ZeroLinear(rank, made, bias=False))
         self.markov: Markov | None = None
         if markov_rank:  # published tables have a row for every token
-            narrow = form.form == "joined" and "pruned" in lm_head
-            rows, row_of = (num_kept + 1, self._row_of) if narrow else (vocab_size, None)
-            self.markov = Markov(rows, self.num_outputs, markov_rank, row_of)
+            narrow = form.form == "joined" and "pruned" in self.lm_head
+            rows = self.num_kept + 1 if narrow else vocab_size
+            self.markov = Markov(rows, self.num_outputs, markov_rank)
+            self.markov.row_of = self._row_of if narrow else None
 
     def _row_of(self, tokens: Tensor) -> Tensor:
         """Return the Markov table's rows: one for each token that is drafted, one for all others.
@@ -242,11 +226,11 @@ class BlockHeads(TappedHeads):
         padding = getattr(base.config.get_text_config(), "pad_token_id", None) or 0
         form = BlockForm.of({"mask_token_id": padding, **settings.options})
         by_rule = joined_taps if form.form == "joined" else published_taps
-        form = form.sized(base, hidden_size, partial(by_rule, num_layers(base)))
+        form = form.sized(base, hidden_size, partial(by_rule, len(layers_of(base))))
         kept = settings.num_kept if "pruned" in settings.lm_head else 0
         rank = settings.markov_rank if settings.correction == "markov" else 0
-        sizes = settings.num_heads, settings.num_layers, hidden_size, vocab_size
-        found = cls(*sizes, settings.lm_head, form, kept, rank)
+        sizes = settings.num_heads, hidden_size, vocab_size, settings.lm_head, form, kept
+        found = cls(*sizes, num_layers=settings.num_layers, markov_rank=rank)
         found.start_from(base)
         return found
 
@@ -280,9 +264,7 @@ class BlockHeads(TappedHeads):
         num_rows, num_tokens = position_ids.shape
         tapped, context = self.context(hidden)
         table = self._table(num_tokens + self.num_slots)
-        keys = [
-            cast(BlockLayer, layer).keys(context, table[:, position_ids]) for layer in self.layers
-        ]
+        keys = [layer.keys(context, table[:, position_ids]) for layer in self.layers]
         documents = (position_ids == 0).cumsum(1)
         every = torch.arange(num_tokens, device=hidden.device)
         if places is None:
@@ -376,14 +358,9 @@ class BlockHeads(TappedHeads):
     @torch.no_grad()
     def memory(self, num_rows: int, embed: Embed | None = None) -> BlockCache:
         """Return the cache of rows of which nothing was read yet."""
-        layers = [cast(BlockLayer, layer) for layer in self.layers]
-        parts = [
-            cast(Tensor, layer.self_attn[name].weight)
-            for name in ("k_proj", "v_proj")
-            for layer in layers
-        ]
+        parts = [layer.self_attn[n].weight for n in ("k_proj", "v_proj") for layer in self.layers]
         slots = Slots(self.num_inner, self._table)
-        made, steps = product(torch.cat(parts)), tuple(map(BlockStep, layers))
+        made, steps = product(torch.cat(parts)), tuple(map(BlockStep, self.layers))
         return BlockCache(slots, (0,) * num_rows, self, self.required(embed), made, steps)
 
 
@@ -404,9 +381,7 @@ class BlockCache(RowCache):
     steps: tuple[BlockStep, ...]
 
     @torch.no_grad()
-    def append(
-        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
-    ) -> tuple[BlockCache, Tensor]:
+    def append(self, hidden: Tensor, counts: Sequence[int], tokens: Tensor) -> tuple[Self, Tensor]:
         """Read on, and run the block behind each row's last position.
 
         Args:
@@ -431,7 +406,7 @@ class BlockCache(RowCache):
             heads.layers, self.slots.layers, parts[: heads.num_inner], parts[heads.num_inner :],
             strict=True,
         ):  # fmt: skip
-            normed = cast(BlockLayer, layer).self_attn["k_norm"](k)
+            normed = layer.self_attn["k_norm"](k)
             cache.update(rotated(normed, waves[:, :, None]), v)
         lengths, last = self.grown(counts), last_places(counts, device)
         roots = tokens.gather(1, last)  # [B, 1]

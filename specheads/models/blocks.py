@@ -89,20 +89,17 @@ class Markov(nn.Module):
         num_rows: of the table ``down``.
         num_outputs: V'.
         rank: r.
+
+    Attributes:
         row_of: maps tokens to rows of the table; None where there is one for every token.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        num_outputs: int,
-        rank: int,
-        row_of: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
+    row_of: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self, num_rows: int, num_outputs: int, rank: int) -> None:
         super().__init__()
         self.down = nn.Embedding(num_rows, rank)
         self.up = nn.Linear(rank, num_outputs, bias=False)
-        self.row_of = row_of
         nn.init.zeros_(self.up.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:

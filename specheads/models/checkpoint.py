@@ -139,19 +139,6 @@ KINDS: dict[str, type[Heads]] = {
 }
 
 
-def build_heads(config: dict[str, Any]) -> Heads:
-    """Return heads of an export's config.json without memory, whose tensors are still to be read.
-
-    Raises:
-        ValueError: one line, if there are no such heads.
-    """
-    with torch.device("meta"):  # nor is time lost for drawing weights that are replaced at once
-        try:
-            return KINDS[config["kind"]].from_config(config)
-        except (TypeError, ArithmeticError, RuntimeError) as error:
-            raise ValueError(str(error)) from None
-
-
 def named_tensors(heads: Heads) -> dict[str, Tensor]:
     """Return the tensors of ``heads`` by the names that an export gives them."""
     return {heads.tensor_prefix + name: tensor for name, tensor in heads.state_dict().items()}
@@ -167,10 +154,10 @@ def load_heads_file(path: Path, config: dict[str, Any]) -> Heads:
     Raises:
         ConfigError: one line, if config and tensors do not fit together.
     """
-    try:
-        heads = build_heads(config)
-    except ValueError as error:
-        raise ConfigError(f"{path / _CONFIG}: {error}") from None
+    # without memory; nor is time lost for drawing weights that are replaced at once
+    odd = manifest.said_of(path / _CONFIG, TypeError, ArithmeticError, RuntimeError)
+    with odd, torch.device("meta"):
+        heads = KINDS[config["kind"]].from_config(config)
     file, wanted = path / HEADS_FILE, named_tensors(heads)
     tensors = manifest.read_tensors(file, wanted)
     with manifest.one_line(f"{path / _CONFIG}: no rotary table"):
@@ -259,13 +246,11 @@ def origin(
         dtype: in which an unchanged base was used.
         quantization: ``quantization_of`` an unchanged base; a tuned one says it itself.
     """
+    described = not name or without_weights(name)  # a base of which there is no digest
     base = {
         "name": name,
         "revision": revision if name else None,
-        # of a base that was only described there is none
-        "digest": base_digest(name, revision=revision)
-        if name and not without_weights(name)
-        else "",
+        "digest": "" if described else base_digest(name, revision=revision),
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": quantization,
     }
@@ -333,7 +318,11 @@ def save_export(
                 "quantization": quantization,
             },
             "tokenizer": {"digest": _tokenizer_digest(files)},
-            "tree": _tree_section(tree, None, None),
+            "tree": {
+                "choices": tree.to_json(),
+                "expected_accept_length": None,
+                "measured_on": None,
+            },
             "training": redact(info["training"]),
         }
         manifest.write_json(folder / _CONFIG, config)
@@ -465,7 +454,11 @@ def set_tree(
     listed = manifest.check_manifest(path)
     _check_depth(tree, config["num_heads"])
     _check_rank(tree, config)
-    config["tree"] = _tree_section(tree, expected_accept_length, measured_on)
+    config["tree"] = {
+        "choices": tree.to_json(),
+        "expected_accept_length": expected_accept_length,
+        "measured_on": measured_on,
+    }
     if heldout is not None:
         config["training"] = {**config["training"], "heldout": heldout}
     aside = path / f".{_CONFIG}.tmp"
@@ -520,10 +513,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def _load_tree(path: Path, config: dict[str, Any]) -> Tree:
-    try:
+    with manifest.said_of(f"{path / _CONFIG}: tree", TypeError):
         tree = Tree.from_choices(config["tree"]["choices"])
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path / _CONFIG}: tree: {error}") from None
     _check_rank(tree, config, f"{path}: ")  # its depth is held to the heads by read_config
     return tree
 
@@ -616,16 +607,6 @@ def findable(name: str) -> str:
     path = Path(name).expanduser()
     known = not name or name in OURS or not path.exists()
     return name if known else str(path.resolve())
-
-
-def _tree_section(
-    tree: Tree, expected_accept_length: float | None, measured_on: dict[str, Any] | None
-) -> dict[str, Any]:
-    return {
-        "choices": tree.to_json(),
-        "expected_accept_length": expected_accept_length,
-        "measured_on": measured_on,
-    }
 
 
 def _tokenizer_digest(files: dict[str, str]) -> str:

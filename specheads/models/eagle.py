@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from specheads.models.base import Embed
 from specheads.models.head_cache import RootCache, Slots, last_places, rows_at
 from specheads.models.kinds import Begin
-from specheads.models.output import OutputLayer, num_layers
+from specheads.models.output import OutputLayer, layers_of
 from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, attended
 from specheads.system.errors import check
 
@@ -73,39 +73,20 @@ def eagle_taps(num_base: int, num_taps: int) -> tuple[int, ...]:
 class EagleHeads(TappedHeads):
     """K steps of one EAGLE-3 layer; their contract is :class:`specheads.models.kinds.Heads`.
 
-    Args:
-        num_heads: K.
-        hidden_size: d of the base.
-        vocab_size: V of the base.
-        lm_head: see :class:`specheads.models.tapped.TappedHeads`.
-        form: all sizes and taps given.
-        num_kept: where pruned, the tokens that the heads can guess.
-
-    Raises:
-        ValueError: for numbers out of range.
+    Arguments and errors are those of :class:`specheads.models.tapped.TappedHeads`.
     """
 
-    config_keys: ClassVar[tuple[str, ...]] = (
-        "num_heads", "hidden_size", "vocab_size", "lm_head", "num_kept", "form",
-    )  # fmt: skip
+    config_keys = ("num_heads", "hidden_size", "vocab_size", "lm_head", "num_kept", "form")
     form_class = EagleForm
     tensor_prefix: ClassVar[str] = "eagle3."
     kind = "eagle3"
     sequential = walks_text = True
     form: EagleForm
 
-    def __init__(
-        self,
-        num_heads: int,
-        hidden_size: int,
-        vocab_size: int,
-        lm_head: str,
-        form: EagleForm,
-        num_kept: int = 0,
-    ) -> None:
-        super().__init__(num_heads, hidden_size, vocab_size, lm_head, form, num_kept)
+    def __init__(self, *sizes: Any, **more: Any) -> None:
+        super().__init__(*sizes, **more)
+        form, hidden_size, num_taps = self.form, self.hidden_size, len(self.taps)
         normed = partial(Norm, eps=form.rms_norm_eps)
-        num_taps = len(form.taps)
         self.layer = TappedLayer(hidden_size, form, 2 * hidden_size, normed=False)
         self.hidden_norm = normed(hidden_size)
         self.input_norm = normed(num_taps * hidden_size) if form.norm_before_fc else None
@@ -120,7 +101,7 @@ class EagleHeads(TappedHeads):
         """
         vocab_size, hidden_size = output.weight.shape
         check(settings.num_layers == 1, "num_layers", settings.num_layers, "1, EAGLE-3's one layer")
-        rule = partial(eagle_taps, num_layers(base))
+        rule = partial(eagle_taps, len(layers_of(base)))
         form = EagleForm.of(settings.options).sized(base, hidden_size, rule)
         kept = settings.num_kept if "pruned" in settings.lm_head else 0
         found = cls(settings.num_heads, hidden_size, vocab_size, settings.lm_head, form, kept)
@@ -268,9 +249,7 @@ class EagleCache(RootCache):
 
     heads: EagleHeads
 
-    def append(
-        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
-    ) -> tuple[EagleCache, Tensor]:
+    def append(self, hidden: Tensor, counts: Sequence[int], tokens: Tensor) -> tuple[Self, Tensor]:
         """Read on.
 
         Args:
@@ -290,9 +269,7 @@ class EagleCache(RootCache):
             root = torch.where(read, root, self.root)
         return replace(cache, root=root), root
 
-    def read(
-        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
-    ) -> tuple[EagleCache, Tensor]:
+    def read(self, hidden: Tensor, counts: Sequence[int], tokens: Tensor) -> tuple[Self, Tensor]:
         """Do what :meth:`append` does; return what the layer made everywhere, [B, T, d]."""
         every = torch.arange(tokens.shape[1], device=self.ends.device).expand_as(tokens)
         cache, made = self._read(hidden, counts, tokens, every)
@@ -302,7 +279,7 @@ class EagleCache(RootCache):
     @torch.no_grad()
     def _read(
         self, hidden: Tensor, counts: Sequence[int], tokens: Tensor, asked: Tensor
-    ) -> tuple[EagleCache, Tensor]:
+    ) -> tuple[Self, Tensor]:
         """Return the cache, and what the layer made of the new positions ``asked`` [B, Q]."""
         heads, layer = self.heads, self.heads.layer
         seen = self.slots.reserve(self.lengths, tokens.shape[1])

@@ -12,7 +12,7 @@ from typing import Any
 from specheads.config import ConfigError
 from specheads.models.blocks import FINAL_NORM, SIZES
 from specheads.models.digest import check_recorded
-from specheads.models.manifest import expect, nested
+from specheads.models.manifest import expect, nested, said_of
 
 MAX_NODES = 4096  # of a tree: the verify step of that many tokens takes seconds
 _NUMBERS = {  # lowest and highest
@@ -45,7 +45,7 @@ def check_config(file: Path, config: dict[str, Any]) -> None:
     Raises:
         ConfigError: one line that names the file and the key.
     """
-    try:
+    with said_of(file):
         _check_values(config)
         _check_prefix(config)
         _check_block(config.get("block"))
@@ -53,8 +53,6 @@ def check_config(file: Path, config: dict[str, Any]) -> None:
         base, known = config["base"], ", ".join(_DTYPES)
         check_recorded(base["name"], base["revision"])
         expect(base["dtype"] in _DTYPES, "base.dtype", base["dtype"], f"one of {known}")
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
 
 
 def _check_values(config: dict[str, Any]) -> None:

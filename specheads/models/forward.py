@@ -38,18 +38,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
+from specheads.attention import mask as masks
 from specheads.attention.cache import TreeCache, grown_capacity
-from specheads.attention.mask import (
-    block_attention,
-    grouped_attention,
-    grouped_attention_traced,
-    ordered_attention,
-    tree_attention,
-)
 from specheads.attention.tree import RowTrees, Tree, batched
 from specheads.config import ConfigError
 from specheads.models.base import context_length, input_device
-from specheads.models.output import FINAL, TRUNK, capture_hidden, last_layer
+from specheads.models.output import FINAL, TRUNK, capture_hidden, layers_of
 
 # Where one token's pass is made to round as a tree's. It costs some 35 microseconds more per layer
 # and step, which narrow layers would feel, and 20 per 100 keys beside the kernel's 7.
@@ -82,7 +76,7 @@ def capture_for_good(model: PreTrainedModel, taps: Collection[str] = ()) -> _Cap
         wanted = {FINAL, *taps} if known is None else known[1].union(taps)
         if known is None:
             with contextlib.suppress(ValueError):  # a model without a list of layers has no trunk
-                last_layer(model)
+                layers_of(model)
                 wanted.add(TRUNK)
         else:  # a hook in place of another is seen by what is compiled, one more would not be
             known[2].__exit__(None, None, None)
@@ -114,10 +108,10 @@ def run_compiled(
     if on_gpu:
         width = min(grown_capacity(width), cache.capacity)
     with cache.fix(num_tokens, width):
-        with tree_attention(tree, cache):
+        with masks.tree_attention(tree, cache):
             like = torch.empty(num_rows, num_tokens, 0, dtype=model.dtype, device=tokens.device)
             mask = create_masks_for_generate(model.config, like, None, cache, positions)
-        with grouped_attention_traced():
+        with masks.grouped_attention_traced():
             if on_gpu:
                 torch.compiler.cudagraph_mark_step_begin()  # what the last one returned is used up
             return _compiled_forward("reduce-overhead" if on_gpu else None)(
@@ -422,9 +416,9 @@ class ModelPass:
         ahead = torch.arange(num_tokens, device=self.device)[None]
         # rows that end together see each other's padding in no way: it comes after all they have
         ragged = not cache.rows.uniform or cache.rows.multiple > 1
-        apart = tree_attention(None, cache) if ragged else contextlib.nullcontext()
-        in_blocks = block_attention() if cache.rows.multiple > 1 else contextlib.nullcontext()
-        with grouped_attention(), apart, in_blocks:
+        apart = masks.tree_attention(None, cache) if ragged else contextlib.nullcontext()
+        in_blocks = masks.block_attention() if cache.rows.multiple > 1 else contextlib.nullcontext()
+        with masks.grouped_attention(), apart, in_blocks:
             logits = self.model(
                 input_ids=tokens.to(self.device),
                 position_ids=self._positions(ahead),
@@ -463,16 +457,13 @@ class ModelPass:
         # a root alone behind rows of one length is a plain step
         plain = self.chain_only or (tree.num_nodes == 1 and self.cache.rows.uniform)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(grouped_attention())
+            stack.enter_context(masks.grouped_attention())
             if not plain:
-                stack.enter_context(tree_attention(tree, self.cache))
+                stack.enter_context(masks.tree_attention(tree, self.cache))
             if alike:
-                stack.enter_context(ordered_attention(tree, self.cache.rows.longest))
+                stack.enter_context(masks.ordered_attention(tree, self.cache.rows.longest))
             logits: Tensor = self.model(
-                input_ids=tokens,
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
+                input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True
             ).logits
         return logits[:, : self.num_tokens]
 

@@ -53,9 +53,13 @@ def attention_of(config: PreTrainedConfig) -> tuple[str, int | None]:
     return kind, (window or None) if kind == "sliding_attention" else None
 
 
-@dataclass(frozen=True)
 class Stack:
-    """The weights of n layers that read the same. Those of norms are multiplied into what follows.
+    """A copy of the weights, as they are now, of n layers that read the same.
+
+    Those of norms are multiplied into what follows.
+
+    Args:
+        layers: each with the norm behind it, or None.
 
     Attributes:
         read: [(2 + G) * n * H * h, d], rows for all values, then keys, then queries.
@@ -72,25 +76,7 @@ class Stack:
         activate: the inner activation.
     """
 
-    read: Tensor
-    read_bias: Tensor | None
-    turned_norm: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    up: Tensor
-    up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-    norm: Tensor | None
-    num_keys: int
-    width: int
-    scale: float
-    epsilon: float
-    activate: Callable[[Tensor], Tensor]
-
-    @staticmethod
-    def of(layers: Sequence[tuple[nn.Module, nn.Module | None]]) -> Stack:
-        """Copy the weights as they are now."""
+    def __init__(self, layers: Sequence[tuple[nn.Module, nn.Module | None]]) -> None:
         blocks = [cast(Any, block) for block, _ in layers]
         norms = [cast(Any, norm).weight for _, norm in layers if norm is not None]
         attentions, inners = [each.self_attn for each in blocks], [each.mlp for each in blocks]
@@ -99,30 +85,24 @@ class Stack:
         outs, downs = [each.o_proj for each in attentions], [each.down_proj for each in inners]
         before = torch.stack([each.input_layernorm.weight for each in blocks])[:, None]
         within = torch.stack([each.post_attention_layernorm.weight for each in blocks])[:, None]
-        first, turned_norm = attentions[0], None
+        first = attentions[0]
         heads = [part[0].out_features // first.head_dim for part in read]  # H, H, G * H
+        self.turned_norm: Tensor | None = None
         if getattr(first, "q_norm", None) is not None:
             turned = [each.k_norm.weight.repeat(heads[1], 1) for each in attentions]
             turned += [each.q_norm.weight.repeat(heads[2], 1) for each in attentions]
-            turned_norm = torch.cat(turned)
-        return Stack(
-            # (x * norm) @ W.T is x @ (W * norm).T: all layers can then share one normed input
-            read=torch.cat([(_weights(part) * before).flatten(0, 1) for part in read]),
-            read_bias=_bias(*read, flat=True),
-            turned_norm=turned_norm,
-            out=_weights(outs),
-            out_bias=_bias(outs),
-            up=torch.cat([_weights(part) for part in up], dim=1) * within,
-            up_bias=_bias(*up),
-            down=_weights(downs),
-            down_bias=_bias(downs),
-            norm=torch.stack(norms)[:, None] if norms else None,
-            num_keys=heads[1] * len(layers),
-            width=first.head_dim,
-            scale=first.scaling,
-            epsilon=blocks[0].input_layernorm.variance_epsilon,
-            activate=inners[0].act_fn,
-        )
+            self.turned_norm = torch.cat(turned)
+        # (x * norm) @ W.T is x @ (W * norm).T: all layers can then share one normed input
+        self.read = torch.cat([(_weights(part) * before).flatten(0, 1) for part in read])
+        self.read_bias = _bias(*read, flat=True)
+        self.out, self.out_bias = _weights(outs), _bias(outs)
+        self.up = torch.cat([_weights(part) for part in up], dim=1) * within
+        self.up_bias = _bias(*up)
+        self.down, self.down_bias = _weights(downs), _bias(downs)
+        self.norm = torch.stack(norms)[:, None] if norms else None
+        self.num_keys, self.width = heads[1] * len(layers), first.head_dim
+        self.scale, self.epsilon = first.scaling, blocks[0].input_layernorm.variance_epsilon
+        self.activate = inners[0].act_fn
 
     def run(self, hidden: Tensor, step: Step, layer: TreeLayer, *, every: bool) -> Tensor:
         """Remember new positions, and return what the layers make of them, before the last norm.
@@ -449,7 +429,7 @@ def _copies(owner: nn.Module, groups: Groups, rotary: nn.Module) -> Copies:
     """
 
     def copied() -> Copies:
-        stacks = tuple(map(Stack.of, groups))
+        stacks = tuple(map(Stack, groups))
         return stacks, lru_cache(maxsize=None)(partial(_waves, rotary, stacks[0].down))
 
     tensors = list(owner.parameters())

@@ -29,18 +29,8 @@ from transformers import PreTrainedModel
 
 from specheads.config.training import LM_HEADS, HeadsConfig
 from specheads.losses.cross_entropy import IGNORE
+from specheads.models import blocks
 from specheads.models.base import Embed
-from specheads.models.blocks import (
-    Joined,
-    LowRank,
-    Markov,
-    MedusaHead,
-    PrefixLayer,
-    ZeroLinear,
-    low_rank_factors,
-    normalised,
-    prefix_sizes,
-)
 from specheads.models.head_cache import LayerCache
 from specheads.models.kinds import Begin, Heads, multiplied
 from specheads.models.output import FINAL, OutputLayer
@@ -69,7 +59,7 @@ class MedusaHeads(nn.Module, Heads):
         condition: read the tokens drafted before (Hydra).
         joined: read them as published Hydra heads do, side by side with the hidden state; only with
             ``condition``.
-        prefix: sizes of one attention layer in front of all heads, see :class:`PrefixLayer`.
+        prefix: sizes of one attention layer in front of all heads, see ``blocks.PrefixLayer``.
 
     Attributes:
         token_map: [V'] token ids that the heads can guess; None for all.
@@ -127,25 +117,25 @@ class MedusaHeads(nn.Module, Heads):
         self.num_outputs = num_kept if pruned else vocab_size
         self.register_buffer("token_map", torch.arange(num_kept) if pruned else None)
 
-        def own_matrix() -> nn.Linear | LowRank | None:
+        def own_matrix() -> nn.Linear | blocks.LowRank | None:
             if low_rank:
-                return LowRank(vocab_size, rank, hidden_size)
+                return blocks.LowRank(vocab_size, rank, hidden_size)
             return None if shared else nn.Linear(hidden_size, self.num_outputs, bias=False)
 
-        def reader(num_tokens: int) -> ZeroLinear | Joined | None:
+        def reader(num_tokens: int) -> blocks.ZeroLinear | blocks.Joined | None:
             if joined:
-                return Joined(num_tokens, hidden_size)
-            return ZeroLinear(num_tokens * hidden_size, hidden_size) if condition else None
+                return blocks.Joined(num_tokens, hidden_size)
+            return blocks.ZeroLinear(num_tokens * hidden_size, hidden_size) if condition else None
 
-        def correction() -> Markov | None:
-            return Markov(vocab_size, self.num_outputs, markov_rank) if markov_rank else None
+        def correction() -> blocks.Markov | None:
+            return blocks.Markov(vocab_size, self.num_outputs, markov_rank) if markov_rank else None
 
         self.heads = nn.ModuleList(
-            MedusaHead(num_layers, hidden_size, own_matrix(), correction(), reader(i + 1))
+            blocks.MedusaHead(num_layers, hidden_size, own_matrix(), correction(), reader(i + 1))
             for i in range(num_heads)
         )
         self.prefix_layer = bool(prefix)
-        self.prefix = PrefixLayer(prefix) if prefix else None
+        self.prefix = blocks.PrefixLayer(prefix) if prefix else None
 
     @classmethod
     def from_settings(
@@ -167,7 +157,7 @@ class MedusaHeads(nn.Module, Heads):
             num_kept=settings.num_kept,
             markov_rank=settings.markov_rank if settings.correction == "markov" else 0,
             condition=settings.condition,
-            prefix=prefix_sizes(base.config) if settings.prefix_layer else None,
+            prefix=blocks.prefix_sizes(base.config) if settings.prefix_layer else None,
         )
 
     @classmethod
@@ -202,9 +192,9 @@ class MedusaHeads(nn.Module, Heads):
         groups = [[(model.layers[0], norm)]]
         return LayerCache.empty(self.prefix, groups, model.rotary_emb, num_rows, single=True)
 
-    def head(self, i: int) -> MedusaHead:
+    def head(self, i: int) -> blocks.MedusaHead:
         """Return head ``i``."""
-        return cast(MedusaHead, self.heads[i])
+        return cast(blocks.MedusaHead, self.heads[i])
 
     @torch.no_grad()
     def init_from_output(self, weight: Tensor, kept: Tensor | None = None) -> None:
@@ -234,7 +224,7 @@ class MedusaHeads(nn.Module, Heads):
                 )
             self.token_map.copy_(tokens)
         if self.lm_head == "low_rank":
-            up, down = low_rank_factors(weight, self.rank)
+            up, down = blocks.low_rank_factors(weight, self.rank)
         for head in map(self.head, range(self.num_heads)):
             if self.lm_head == "low_rank":
                 head.get_parameter("lm_head.up.weight").copy_(up)
@@ -285,7 +275,7 @@ class MedusaHeads(nn.Module, Heads):
     def embedded(self, tokens: Tensor, embed: Embed | None) -> Tensor:
         """Return how the heads read tokens [...], as [..., d]; ``embed`` is the base's."""
         found = self.required(embed)(tokens)
-        return found if self.joined else normalised(found)
+        return found if self.joined else blocks.normalised(found)
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
         """Return the matrix [V', d_i] that head ``i`` multiplies its features with.
@@ -334,7 +324,7 @@ class MedusaHeads(nn.Module, Heads):
         def stacked(name: str) -> Tensor:
             return torch.stack([head.get_parameter(name) for head in heads])
 
-        blocks = [
+        layers = [
             (stacked(f"blocks.{i}.weight").transpose(1, 2), stacked(f"blocks.{i}.bias")[:, None])
             for i in range(self.num_layers)
         ]
@@ -345,7 +335,7 @@ class MedusaHeads(nn.Module, Heads):
         @torch.no_grad()
         def all_at_once(hidden: Tensor) -> Tensor:
             x = hidden.reshape(1, -1, hidden.shape[-1]).expand(self.num_heads, -1, -1)
-            for weight, bias in blocks:
+            for weight, bias in layers:
                 x = x.to(weight.dtype)
                 x = x + F.silu(torch.baddbmm(bias, x, weight))
             for matrix in matrices:
@@ -524,7 +514,7 @@ def _wide(weight: Tensor) -> Tensor:
 def low_rank_heads(heads: MedusaHeads, rank: int) -> MedusaHeads:
     """Return heads whose output matrices are the nearest ones of ``rank`` to those of ``heads``.
 
-    Everything else is copied; see :func:`low_rank_factors`.
+    Everything else is copied; see ``blocks.low_rank_factors``.
 
     Args:
         heads: with matrices of their own, whole or of low rank.
@@ -541,7 +531,7 @@ def low_rank_heads(heads: MedusaHeads, rank: int) -> MedusaHeads:
     state = _rest(heads)
     for i in range(heads.num_heads):
         matrix = output_matrix(heads, i)
-        up, down = low_rank_factors(matrix, rank)
+        up, down = blocks.low_rank_factors(matrix, rank)
         state[f"heads.{i}.lm_head.up.weight"] = up.to(matrix.dtype)
         state[f"heads.{i}.lm_head.down.weight"] = down.to(matrix.dtype)
     return _remade(heads, state, "low_rank", rank=rank)
@@ -589,7 +579,7 @@ def output_matrix(heads: MedusaHeads, i: int) -> Tensor:
     layer = heads.head(i).lm_head
     if layer is None:
         raise ValueError("heads that share the base's output matrix have none of their own")
-    if isinstance(layer, LowRank):
+    if isinstance(layer, blocks.LowRank):
         return (layer.up.weight @ layer.down.weight).detach()
     return layer.weight.detach()
 

@@ -13,7 +13,7 @@ heads can guess, B rows, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +40,7 @@ def multiplied(features: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor
 class HeadCache(Protocol):
     """What layers of heads that attend remember of the rows' texts; never changed in place."""
 
-    def append(
-        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor
-    ) -> tuple[HeadCache, Tensor]:
+    def append(self, hidden: Tensor, counts: Sequence[int], tokens: Tensor) -> tuple[Self, Tensor]:
         """Read on.
 
         Args:
@@ -55,7 +53,7 @@ class HeadCache(Protocol):
             The cache with them, and what the layers make of each row's last position, [..., B, d].
         """
 
-    def select(self, rows: Tensor) -> HeadCache:
+    def select(self, rows: Tensor) -> Self:
         """Return the cache of the rows ``rows`` [R] (long), in that order."""
 
 
@@ -129,7 +127,7 @@ class Heads(Protocol):
         needs_embedding: the heads read tokens through the base's input embedding.
         walks_text: the way down a tree starts from the cache of the text, and not from one hidden
             state. Such a cache can also ``read``, and go back to ``as_it_was``, as
-            :class:`specheads.models.mtp_walk.TextCache` does.
+            :class:`specheads.models.mtp.TextCache` does.
         one_matrix: all heads multiply by one and the same matrix, the base's own or what
             ``output_weight`` makes. One call can then make all of their losses, with one gradient
             buffer of the matrix.
@@ -233,12 +231,15 @@ class Heads(Protocol):
     ) -> Tensor:
         """Return what the output matrix of head ``i`` reads, [..., d_i].
 
+        What is written here is for heads whose ``contextual`` does all of it.
+
         Args:
             i: the head.
             hidden: what ``contextual`` returned, or some positions of it, [..., d] or [K, ..., d].
             tokens: [..., K], the tokens after the position's own; for sequential heads.
             embed: the base's input embedding.
         """
+        return hidden[i]
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
         """Return the matrix [V', d_i] of head ``i``, the base's own or rows of it where shared."""

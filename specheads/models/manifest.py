@@ -61,6 +61,20 @@ def one_line(problem: str) -> Iterator[None]:
         raise ConfigError(f"{problem}: {first_line(error)}") from error
 
 
+@contextlib.contextmanager
+def said_of(what: object, *others: type[Exception]) -> Iterator[None]:
+    """Put ``what`` and a colon in front of what a check says: a ValueError, or one of ``others``.
+
+    Raises:
+        ConfigError: in place of it.
+    """
+    kinds: tuple[type[Exception], ...] = (ValueError, *others)
+    try:
+        yield
+    except kinds as error:
+        raise ConfigError(f"{what}: {error}") from None
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, its kind where there is none; bounded."""
     if isinstance(error, StrictDataclassError) and error.__cause__:
@@ -438,10 +452,8 @@ def read_provenance(folder: str | Path) -> dict[str, Any] | None:
     for key in ("base", "training", "measured"):
         expect(isinstance(found.get(key), dict), f"{file}: {key}", found.get(key), "an object")
     base = found["base"]
-    try:
+    with said_of(file):
         check_recorded(base.get("name"), base.get("revision"))
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
     for key in ("digest", "dtype"):
         expect(isinstance(base.get(key), str), f"{file}: base.{key}", base.get(key), "a string")
     for key, value in found["measured"].items():

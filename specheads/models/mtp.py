@@ -5,15 +5,35 @@ which is all of the base but its last layer, side by side; ``causal`` ones read 
 other (Gloeckle et al., arXiv:2404.19737, section 2 and figure S11). The base's own last layer is
 the paper's first head, so that its n heads are the base and K = n - 1 of these. ``sequential`` ones
 read the base's final hidden state, one behind the other, and each the embedding of one more token
-(DeepSeek-V3, arXiv:2412.19437, equations 21 to 24). Shapes: K heads, d hidden size, V vocabulary.
+(DeepSeek-V3, arXiv:2412.19437, equations 21 to 24).
+
+While decoding, the layer of head k of these, called module k, reads at token position p the token's
+embedding and G^{k-1}_{p-1}, what the module before made of the position before; G^{-1} is the
+base's final hidden state. Unrolled, G^k_p needs the base's hidden state at p - 1 - k and the tokens
+from there on. So everything up to the root (the last certain token, whose hidden state is not known
+yet) follows from certain tokens and true hidden states, and :class:`TextCache` computes it from
+nothing else: what was drafted and refused leaves no trace. Position p lies in slot p - 1 of every
+module; module k has nothing at positions up to k, and its first k slots are masked.
+
+A node of depth m reads, in module k >= m, its token's embedding and what module k - 1 made of its
+parent; module m guesses its children. Modules below m would need hidden states that the base has
+not computed yet, and nothing asks for them. So when :class:`MtpWalk` comes to depth m, module m
+runs over all nodes found so far: each attends to the certain tokens and to its own path.
+
+The layers are transformers' own, whatever they are made of, and take a :class:`TreeLayer` for their
+cache, which puts the nodes of a tree behind each row's end.
+
+Shapes: K heads, d hidden size, V vocabulary, B rows, T positions, n nodes of a level, N nodes so
+far without the root, L slots.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,22 +43,14 @@ from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrained
 from transformers.masking_utils import create_masks_for_generate
 
 from specheads.config import ConfigError, MtpConfig
+from specheads.models import head_cache
 from specheads.models.adapters import plain_copy
 from specheads.models.base import Embed
 from specheads.models.forward import undisturbed
-from specheads.models.head_cache import (
-    WINDOWED,
-    Groups,
-    LayerCache,
-    Slots,
-    attention_of,
-    odd_numbers,
-    odd_part,
-)
+from specheads.models.head_cache import LayerCache, Slots, attention_of, odd_numbers, odd_part
 from specheads.models.kinds import Begin, Heads
 from specheads.models.manifest import one_line
-from specheads.models.mtp_walk import MtpWalk, TextCache
-from specheads.models.output import FINAL, TRUNK, OutputLayer, final_norm, last_layer
+from specheads.models.output import FINAL, TRUNK, OutputLayer, final_norm, layers_of
 from specheads.system.errors import check, one_of
 
 
@@ -215,9 +227,7 @@ class MtpHeads(nn.Module, Heads):
         return self
 
     @classmethod
-    def from_settings(
-        cls, settings: MtpConfig, base: PreTrainedModel, output: OutputLayer
-    ) -> MtpHeads:
+    def from_settings(cls, settings: MtpConfig, base: PreTrainedModel, output: OutputLayer) -> Self:
         """Build the heads that the section ``mtp`` of a recipe's settings describes.
 
         ``settings.num_heads`` counts the base's own head, as the paper does: one less is built.
@@ -288,7 +298,7 @@ class MtpHeads(nn.Module, Heads):
         Raises:
             ValueError: if the base's last layer has other tensors than these.
         """
-        state = plain_copy(last_layer(base), base.dtype).state_dict()
+        state = plain_copy(layers_of(base)[-1], base.dtype).state_dict()
         norm = final_norm(base).state_dict()
         matrix = cast(Tensor, base.get_output_embeddings().weight)
         for layer in map(self.layer, range(self.num_heads)):
@@ -393,12 +403,6 @@ class MtpHeads(nn.Module, Heads):
         output = layer.norm(found)
         return (output if self.sequential else found), output
 
-    def features(
-        self, i: int, hidden: Tensor, tokens: Tensor | None = None, embed: Embed | None = None
-    ) -> Tensor:
-        """Return what the output matrix of head ``i`` reads, [..., d], of ``contextual``'s."""
-        return hidden[i]
-
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
         """Return the output matrix [V, d] of head ``i``."""
         own = self.layer(i).lm_head
@@ -425,7 +429,7 @@ class MtpHeads(nn.Module, Heads):
             slots, lengths = Slots(self.num_heads, table), (0,) * num_rows
             return TextCache(slots, lengths, embed, ends, root, self.attend, self._window())
         layers = [(each.block, each.norm) for each in map(self.layer, range(self.num_heads))]
-        groups: Groups = [layers] if self.variant == "parallel" else [[each] for each in layers]
+        groups = [layers] if self.variant == "parallel" else [[each] for each in layers]
         window = attention_of(self.config)[1]
         empty = partial(LayerCache.empty, self, groups, self.rotary_emb, window=window)
         if not self._checked:
@@ -463,9 +467,174 @@ class MtpHeads(nn.Module, Heads):
     def _window(self) -> int | None:
         """Return how many tokens a layer looks back upon, itself included; None for all."""
         kind, window = attention_of(self.config)
-        if kind not in WINDOWED:
+        if kind not in head_cache.WINDOWED:
             raise ValueError(
                 f"sequential MTP heads with {kind} cannot draft: their layers must have"
                 " full_attention or sliding_attention"
             )
         return window
+
+
+Run = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class TextCache(head_cache.RootCache):
+    """What modules that read tokens remember of every row, as it is after :meth:`append`.
+
+    A row's length is the position of its root, whose token the modules have read: ``root`` is G^k
+    there, [K, B, d]; where the text is too short for it, anything finite.
+
+    Attributes:
+        run: runs module k: its number, what the module before made [B, T, d], the tokens'
+            embeddings [B, T, d], an additive mask [B, 1, T, L], positions [B, T], their position
+            embeddings, and a :class:`TreeLayer`; returns G^k [B, T, d] last, as
+            ``MtpHeads.attend`` does.
+        window: how many tokens a layer looks back upon, itself included; None for all.
+    """
+
+    run: Run
+    window: int | None
+
+    def append(self, hidden: Tensor, counts: Sequence[int], tokens: Tensor) -> tuple[Self, Tensor]:
+        """Read on.
+
+        Args:
+            hidden: [B, T, d], the base's final hidden states of the positions that follow,
+                right-padded.
+            counts: per row how many of the T are real; where it is 0, nothing changes.
+            tokens: [B, T], the token that came after each of them, the root at the last one.
+
+        Returns:
+            The cache with them, and G^k at each row's root, [K, B, d].
+        """
+        cache, _ = self.read(hidden, counts, tokens)
+        return cache, cache.root
+
+    @torch.no_grad()
+    def read(self, hidden: Tensor, counts: Sequence[int], tokens: Tensor) -> tuple[Self, Tensor]:
+        """Do what :meth:`append` does; return G^k at every new token, [K, B, T, d]."""
+        device = self.ends.device
+        num_rows, num_new = tokens.shape
+        seen = self.slots.reserve(self.lengths, num_new)
+        places = self.ends[:, None] + torch.arange(num_new, device=device)  # [B, T]
+        distances = places[..., None] - torch.arange(seen, device=device)  # [B, T, L]
+        allowed = distances >= 0
+        if self.window is not None:
+            allowed &= distances < self.window
+        mask = additive(allowed, self.root.dtype)
+        waves = _at(self.slots.waves, places)
+        embedded = self.embed(tokens).to(self.root.dtype)
+        before = hidden.to(self.root.dtype)
+        found: list[Tensor] = []
+        for i in range(len(self.root)):
+            if i:
+                # what was before the first token of this module is no part of it
+                hide(mask[:, 0, :, i - 1], places >= i)
+                # one position back: at the first of these tokens that is the root until now
+                before = torch.cat([self.root[i - 1, :, None], found[-1][:, :-1]], dim=1)
+            layer = self.slots.layers[i]
+            found.append(self.run(i, before, embedded, mask, places, waves, layer)[1])
+        every = torch.stack(found)
+        if num_rows == 1:
+            ends = self.ends + counts[0]
+            root = every[:, :, counts[0] - 1] if counts[0] else self.root
+        else:
+            new = torch.tensor(counts, device=device)
+            ends = self.ends + new
+            rows = torch.arange(num_rows, device=device)
+            root = every[:, rows, (new - 1).clamp(min=0)]
+            if min(counts) == 0:
+                root = torch.where(new[:, None] > 0, root, self.root)
+        return replace(self, lengths=self.grown(counts), ends=ends, root=root), every
+
+
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask [B, 1, T, L] that layers add to their scores, of bools [B, T, L]."""
+    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return hide(zeros, ~allowed)[:, None]
+
+
+def hide(mask: Tensor, which: Tensor) -> Tensor:
+    """Mask more of an additive mask, in place."""
+    return mask.masked_fill_(which, torch.finfo(mask.dtype).min)
+
+
+class MtpWalk:
+    """One step's way down the tree; to be called under ``torch.no_grad()``.
+
+    Args:
+        logits: maps a module's number and what the module makes [B, n, d] to logits [B, n, V].
+        hidden: [K, B, d], what the modules make of the roots.
+        root: [B], the last certain tokens.
+        memory: of the texts up to there.
+
+    Attributes:
+        depth: of the nodes at hand.
+        tokens: [B, n], the nodes' own.
+    """
+
+    def __init__(
+        self, logits: Callable[..., Tensor], hidden: Tensor, root: Tensor, memory: TextCache
+    ) -> None:
+        self._logits, self._hidden, self._memory = logits, hidden, memory
+        self.depth, self.tokens = 0, root[:, None]
+        self._made = hidden[0][:, None]  # [B, 1 + N, d], of this level's module, root first
+        self._embedded = hidden.new_zeros(len(root), 0, hidden.shape[-1])
+        self._above = root.new_zeros(len(root), 0)  # [B, N], places of parents, 0 the root
+        self._depths: list[int] = []
+        # whether a node has another, root first, for ancestor or is the same
+        self._lines = torch.ones(len(root), 1, 1, dtype=torch.bool, device=root.device)
+
+    def logits(self) -> Tensor:
+        """Return what the module of this level says at its nodes, [B, n, V]."""
+        return self._logits(self.depth, self._made[:, -self.tokens.shape[1] :])
+
+    def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
+        """Go to nodes one deeper.
+
+        Args:
+            tokens: [B, n'], the tokens of these nodes.
+            parents: the places of their parents among the n nodes at hand, [n'] where all rows
+                share them, else [B, n']; None where node for node follows.
+        """
+        depth, num_rows, num_new = self.depth + 1, *tokens.shape
+        first = self._lines.shape[1] - self.tokens.shape[1]
+        if parents is None:
+            parents = torch.arange(num_new, device=tokens.device)
+        above = (first + parents).expand(num_rows, -1)
+        lines = head_cache.rows_at(self._lines, above)
+        own = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(num_rows, -1, -1)
+        lines = torch.cat([F.pad(self._lines, (0, num_new)), torch.cat([lines, own], 2)], dim=1)
+        self._lines, self._above = lines, torch.cat([self._above, above], dim=1)
+        embedded = self._memory.embed(tokens).to(self._made.dtype)
+        self._embedded = torch.cat([self._embedded, embedded], dim=1)
+        self._depths += [depth] * num_new
+        self.depth, self.tokens = depth, tokens
+        self._made = torch.cat([self._hidden[depth][:, None], self._run(depth)], dim=1)
+
+    def _run(self, module: int) -> Tensor:
+        """Return what a module makes of all nodes but the root, [B, N, d]."""
+        memory = self._memory
+        ends, num_nodes = memory.ends[:, None], len(self._depths)
+        seen = memory.slots.reserve(memory.lengths, num_nodes)
+        depths = torch.tensor(self._depths, device=ends.device)
+        places = ends - 1 + depths  # [B, N], slots that they would have if certain
+        slots = torch.arange(seen, device=ends.device)
+        # module k has nothing in its first k slots, but in short texts it begins in the tree
+        certain = ((slots >= module) & (slots < ends))[:, None].expand(-1, num_nodes, -1)
+        itself = torch.eye(num_nodes, dtype=torch.bool, device=ends.device)
+        lines = self._lines[:, 1:, 1:] & ((places >= module)[:, None] | itself)
+        if memory.window is not None:
+            certain = certain & (places[..., None] - slots < memory.window)
+            lines = lines & (depths[:, None] - depths < memory.window)
+        behind = (ends + torch.arange(num_nodes, device=ends.device))[:, None].expand_as(lines)
+        mask = additive(certain.scatter(2, behind, lines), memory.root.dtype)
+        waves, layer = _at(memory.slots.waves, places), memory.slots.layers[module]
+        before = head_cache.rows_at(self._made, self._above)
+        return memory.run(module, before, self._embedded, mask, places, waves, layer)[1]
+
+
+def _at(waves: Any, places: Tensor) -> Any:
+    """Return the position embeddings [B, T, ...] of the slots ``places`` [B, T]."""
+    return tuple(w[0, places] for w in waves) if isinstance(waves, tuple) else waves[0, places]

@@ -15,6 +15,7 @@ from transformers.utils import cached_file
 from specheads.config import ConfigError
 from specheads.models.digest import file_sha256, weight_files
 from specheads.models.gguf import gguf_folder, smollm2_folder
+from specheads.models.manifest import one_line
 from specheads.system.files import tinycode_dir
 from specheads.system.hub import keep_to_the_cache_if_unreachable
 
@@ -83,10 +84,8 @@ def model_folder(name: str, *, revision: str | None = None) -> Path:
     resolved = resolve_name(name)
     if Path(resolved).is_dir():
         return Path(resolved)
-    try:
+    with one_line(f"cannot find model {name}"):
         config = cached_file(resolved, "config.json", revision=revision or "main")
-    except OSError as error:
-        raise ConfigError(f"cannot find model {name}: {str(error).splitlines()[0]}") from None
     assert config is not None
     return Path(config).parent
 

@@ -65,7 +65,7 @@ def capture_hidden(
     try:
         for tap in taps:
             if tap == TRUNK:
-                last = _layers(model)[-1]
+                last = layers_of(model)[-1]
                 handles.append(last.register_forward_pre_hook(keep_trunk, with_kwargs=True))
             else:
                 part = _decoder(model) if tap == FINAL else _numbered_layer(model, tap)
@@ -76,21 +76,12 @@ def capture_hidden(
             handle.remove()
 
 
-def last_layer(model: PreTrainedModel) -> nn.Module:
-    """Return the last of the decoder's layers.
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the decoder's layers.
 
     Raises:
         ValueError: if it does not keep them in a list ``layers``.
     """
-    return _layers(model)[-1]
-
-
-def num_layers(model: PreTrainedModel) -> int:
-    """Return how many layers the decoder has; raises ValueError as :func:`last_layer` does."""
-    return len(_layers(model))
-
-
-def _layers(model: PreTrainedModel) -> nn.ModuleList:
     layers = getattr(_decoder(model), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         raise ValueError(f"{type(model).__name__} has no list of layers: they cannot be tapped")
@@ -98,7 +89,7 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _numbered_layer(model: PreTrainedModel, tap: str) -> nn.Module:
-    number, layers = tap.removeprefix(LAYER), _layers(model)
+    number, layers = tap.removeprefix(LAYER), layers_of(model)
     count = len(layers)
     if not tap.startswith(LAYER) or not number.isdecimal() or int(number) >= count:
         raise ValueError(

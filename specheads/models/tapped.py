@@ -234,7 +234,7 @@ class TappedHeads(nn.Module, Heads):
         vocab_size: int,
         lm_head: str,
         form: TappedForm,
-        num_kept: int,
+        num_kept: int = 0,
     ) -> None:
         super().__init__()
         one_of("lm_head", lm_head, "shared", "shared_pruned", "own", "pruned")
@@ -294,12 +294,6 @@ class TappedHeads(nn.Module, Heads):
 
     def make_tables(self) -> None:
         """Do nothing: rotary tables are made where they are used."""
-
-    def features(
-        self, i: int, hidden: Tensor, tokens: Tensor | None = None, embed: Any = None
-    ) -> Tensor:
-        """Return what the output matrix of head ``i`` reads, of ``contextual``'s [K, ..., d]."""
-        return hidden[i]
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
         """Return the matrix [V', d_i], the same of all heads."""

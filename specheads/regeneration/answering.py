@@ -104,9 +104,7 @@ def ask_endpoint(
         turns = TurnEncoder(tokenizer, ends)
     whose = {"model": who.model, "endpoint": client.url} | engine.drawn_by(config)
     sampling, many = engine.sampling_of(config), config.concurrency
-    return ask_server(
-        client, who.model, sampling, records, whose, many, turns, logprobs=config.logprobs
-    )
+    return ask_server(client, who.model, sampling, records, whose, many, turns)
 
 
 @contextlib.contextmanager

@@ -32,10 +32,12 @@ class Sampling(Sampler):
     Attributes:
         max_new_tokens: the most tokens of one answer.
         keep_truncated: keep answers that reached the limit.
+        logprobs: how many of the likeliest tokens a server is asked for beside each.
     """
 
     max_new_tokens: int = 512
     keep_truncated: bool = False
+    logprobs: int = 0
 
 
 def record_seed(seed: int, record_id: str) -> int:

@@ -170,15 +170,13 @@ _AT_ONCE = 64  # records that are handed on together
 _Settled = Dialogue | RecordError
 
 
-def next_answer(
-    client: Client, model: str, sampling: Sampling, logprobs: int, talk: Dialogue
-) -> Answer:
+def next_answer(client: Client, model: str, sampling: Sampling, talk: Dialogue) -> Answer:
     """Ask for the next answer of a dialogue, with the ``logprobs`` likeliest tokens at its places.
 
     Raises:
         ServerError: if the server gave none.
     """
-    is_chat = "messages" in talk.record
+    is_chat, logprobs = "messages" in talk.record, sampling.logprobs
     body: dict[str, Any] = {
         "model": model,
         "temperature": sampling.temperature,
@@ -215,21 +213,15 @@ def _likely(said: Any, number: int) -> Likely:
     """
     rows = []
     try:
-        places = (
-            said["content"]
-            if "content" in said
-            else [
-                {
-                    "token": token,
-                    "top_logprobs": [{"token": k, "logprob": v} for k, v in top.items()],
-                }
-                for token, top in zip(said["tokens"], said["top_logprobs"], strict=True)
-            ]
-        )
-        for place in places:
-            top = {_id(each): float(each["logprob"]) for each in place["top_logprobs"]}
-            best = sorted(top, key=lambda each: -top[each])[:number]
-            rows.append((_id(place), best, [top[each] for each in best]))
+        if "content" in said:  # of a chat
+            tokens = said["content"]
+            tops = [{_id(each): each["logprob"] for each in t["top_logprobs"]} for t in tokens]
+        else:
+            tokens = [{"token": token} for token in said["tokens"]]
+            tops = [{_id({"token": k}): v for k, v in t.items()} for t in said["top_logprobs"]]
+        for token, top in zip(tokens, tops, strict=True):
+            best = sorted(top, key=lambda each: -float(top[each]))[:number]
+            rows.append((_id(token), best, [float(top[each]) for each in best]))
         if not rows or min(len(best) for _, best, _ in rows) < number:
             raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -262,27 +254,26 @@ def ask_server(
     generation: dict[str, Any],
     concurrency: int,
     turns: TurnEncoder | None = None,
-    logprobs: int = 0,
 ) -> Iterator[Outcome]:
     """Answer records with a server; yield what became of them, some at a time, as answers come.
 
     Args:
         client: the client of the server.
         model: the model, as the server calls it.
-        sampling: how answers are drawn; each record is asked for with its own seed.
+        sampling: how answers are drawn; each record is asked for with its own seed. With ``turns``
+            its ``logprobs`` are stored beside them.
         records: the records to answer.
         generation: JSON about the server, for every answered record.
         concurrency: requests at one time.
         turns: gives the tokens of an answered record, to be stored with it; called here, by one
             thread.
-        logprobs: how many of the likeliest tokens to store beside; with ``turns`` only.
 
     Raises:
         RunError: if the server refuses all requests, never answered once, or has stopped answering.
     """
     num_threads = min(concurrency, len(records))
     pool = ThreadPool(num_threads)  # of daemons: Ctrl-C must not wait for a slow answer
-    items = pool.imap_unordered(partial(_settle, client, model, sampling, logprobs), records)
+    items = pool.imap_unordered(partial(_settle, client, model, sampling), records)
     health, settled = _Health(client.url, num_threads), 0
     held: list[RecordError] = []  # until it is known that it was not the server
     try:
@@ -311,15 +302,13 @@ def ask_server(
         pool.terminate()
 
 
-def _settle(
-    client: Client, model: str, sampling: Sampling, logprobs: int, record: Record
-) -> _Settled:
+def _settle(client: Client, model: str, sampling: Sampling, record: Record) -> _Settled:
     if client.refusal:  # other threads must not go on asking until the first one's error is read
         raise RunError(client.refusal)
     try:
         talk = dialogue(record)
         while not talk.finished:
-            talk.answers.append(next_answer(client, model, sampling, logprobs, talk))
+            talk.answers.append(next_answer(client, model, sampling, talk))
             check_answer(talk, sampling.keep_truncated)
         return talk
     except RecordError as error:

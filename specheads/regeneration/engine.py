@@ -13,7 +13,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,7 @@ from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow, pad_left
 from specheads.decoding.stream import Job, PlainStream
 from specheads.drafters.contract import Drafter
-from specheads.models.base import (
-    check_tokenizer,
-    context_length,
-    end_tokens,
-    load_base_model,
-    load_tokenizer,
-)
+from specheads.models import base as bases
 from specheads.models.checkpoint import load_export, read_config
 from specheads.models.digest import file_sha256, weight_files
 from specheads.models.forward import groups_by_side
@@ -75,7 +69,7 @@ class Engine:
     def __post_init__(self) -> None:
         if tree_support(self.base).kind != "tree":
             self.batch_size = 1
-        self.context = context_length(self.base) or 1 << 40
+        self.context = bases.context_length(self.base) or 1 << 40
         self._outcome = Outcome()  # since the last one that was yielded
 
     def answer(self, records: Sequence[Record]) -> Iterator[Outcome]:
@@ -186,27 +180,19 @@ class Engine:
 
     def decode(self, jobs: Sequence[Job]) -> list[DecodedRow]:
         """Continue prompts with the drafter, those of one limit together."""
+        assert self.drafter is not None
         found: dict[int, DecodedRow] = {}
+        how: dict[str, Any] = {"eos_token_ids": self.turns.end_tokens}
         spans = [(len(job.ids), len(job.ids) + job.limit) for job in jobs]
         for rows in groups_by_side(self.base, spans):
             for limit in sorted({jobs[i].limit for i in rows}):
                 some = [i for i in rows if jobs[i].limit == limit]
-                found |= zip(some, self._decode([jobs[i] for i in some]), strict=True)
+                prompts = [torch.tensor([jobs[i].ids], device=self.base.device) for i in some]
+                ids, how["attention_mask"] = pad_left(prompts)
+                how["sampler"] = replace(self.sampling, seeds=[jobs[i].seed for i in some])
+                done = decode(self.base, self.drafter, ids, max_new_tokens=limit, **how)
+                found |= zip(some, done.rows, strict=True)
         return [found[i] for i in range(len(jobs))]
-
-    def _decode(self, jobs: Sequence[Job]) -> tuple[DecodedRow, ...]:
-        assert self.drafter is not None
-        drawn, seeds, device = self.sampling, [job.seed for job in jobs], self.base.device
-        ids, mask = pad_left([torch.tensor([job.ids], device=device) for job in jobs])
-        return decode(
-            self.base,
-            self.drafter,
-            ids,
-            attention_mask=mask,
-            max_new_tokens=jobs[0].limit,
-            sampler=Sampler(drawn.temperature, drawn.top_k, drawn.top_p, seeds=seeds),
-            eos_token_ids=self.turns.end_tokens,
-        ).rows
 
 
 @dataclass(frozen=True)
@@ -269,16 +255,14 @@ def _tuned_digest(tuned: Path, info: dict[str, Any]) -> str:
 
 
 def _digest(model: str, config: RegenerateConfig) -> str:
-    folder = model_folder(model, revision=config.revision)
+    revision, trust = config.revision, config.trust_remote_code
+    folder = model_folder(model, revision=revision)
     if folder != Path(resolve_name(model)) and not weight_files(folder):
-        load_base_model(  # a hub model that was never used here: fetch it
-            model,
-            revision=config.revision,
-            device="cpu",
-            attn="auto",
-            trust_remote_code=config.trust_remote_code,
+        # a hub model that was never used here: fetch it
+        bases.load_base_model(
+            model, revision=revision, device="cpu", attn="auto", trust_remote_code=trust
         )
-    return base_digest(model, revision=config.revision)
+    return base_digest(model, revision=revision)
 
 
 def weights_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
@@ -305,7 +289,8 @@ def settings_of(config: RegenerateConfig, who: Answering) -> dict[str, Any]:
 
 def sampling_of(config: RegenerateConfig) -> Sampling:
     """Return how answers are drawn."""
-    return Sampling(**{name: getattr(config, name) for name in (*_DRAWN, "keep_truncated")})
+    names = (*_DRAWN, "keep_truncated", "logprobs")
+    return Sampling(**{name: getattr(config, name) for name in names})
 
 
 def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
@@ -320,10 +305,10 @@ def load_engine(config: RegenerateConfig, who: Answering) -> Engine:
         export = load_export(config.checkpoint, base=original, **on)
         base, tokenizer, drafter = export.base, export.tokenizer, exported_drafter(export)
     else:
-        tokenizer = load_tokenizer(who.model, revision=revision, trust_remote_code=trust)
-        base = load_base_model(who.model, revision=revision, attn="auto", **on)
-        check_tokenizer(tokenizer, base)
-    turns = TurnEncoder(tokenizer, end_tokens(base, tokenizer))
+        tokenizer = bases.load_tokenizer(who.model, revision=revision, trust_remote_code=trust)
+        base = bases.load_base_model(who.model, revision=revision, attn="auto", **on)
+        bases.check_tokenizer(tokenizer, base)
+    turns = TurnEncoder(tokenizer, bases.end_tokens(base, tokenizer))
     made = {"model": who.model, "revision": revision, **asdict(who)}
     made["dtype"] = str(base.dtype).removeprefix("torch.")
     sampling, size = sampling_of(config), config.batch_size

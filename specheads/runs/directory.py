@@ -181,7 +181,8 @@ def _git_state() -> dict[str, Any]:
         return {"commit": None}  # an installed wheel
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Return the version of a package that is installed, else None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -218,7 +219,7 @@ def describe(run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
         "specheads": __version__,
         "git": _git_state(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
         "hardware": {
             "machine": platform.machine(),
             "processors": os.cpu_count(),

@@ -75,19 +75,13 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 def gather_texts(text: str) -> list[str]:
     """Return the ``text`` of every rank, in their order; every rank must call it."""
-    import torch
     import torch.distributed as group
 
     if not _group_exists():
         return [text]
-    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
-    longest = torch.tensor(len(data), device=_meeting_place())
-    group.all_reduce(longest, group.ReduceOp.MAX)
-    # every rank fills its own row, which is 0 in all others
-    rows = torch.zeros(world_size(), int(longest), dtype=torch.uint8, device=longest.device)
-    rows[rank(), : len(data)] = data
-    group.all_reduce(rows)
-    return [bytes(row.tolist()).decode().strip("\0") for row in rows]
+    texts = [""] * world_size()
+    group.all_gather_object(texts, text)
+    return texts
 
 
 def barrier() -> None:

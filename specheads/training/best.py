@@ -23,6 +23,8 @@ from specheads.system.errors import refuse
 from specheads.system.files import whole_folder, write_whole
 from specheads.training.checkpoints import Progress, checkpoints_of, load_progress, remove
 
+Figures = Mapping[str, float]  # metrics by name
+Weights = Mapping[str, nn.Parameter]  # what is trained, by name
 KEY = "eval/accept_length"
 _TENSORS, _FIGURES, _CHOSEN = "model.safetensors", "best.json", "chosen.json"
 
@@ -34,11 +36,7 @@ def due(evaluate: EvaluateConfig, progress: Progress, last_step: int) -> bool:
 
 
 def judge(
-    found: Mapping[str, float],
-    parameters: Mapping[str, nn.Parameter],
-    cfg: TrainConfig,
-    progress: Progress,
-    run: RunLog,
+    found: Figures, parameters: Weights, cfg: TrainConfig, progress: Progress, run: RunLog
 ) -> dict[str, float]:
     """Compare an evaluation with the best of its stage, keep the weights of a better one.
 
@@ -130,12 +128,7 @@ def prune(run_dir: Path, progress: Progress) -> None:
     remove(run_dir / "best", set((run_dir / "best").glob("step-*")) - kept)
 
 
-def finish(
-    parameters: Mapping[str, nn.Parameter],
-    evaluate: EvaluateConfig,
-    progress: Progress,
-    run: RunLog,
-) -> None:
+def finish(parameters: Weights, evaluate: EvaluateConfig, progress: Progress, run: RunLog) -> None:
     """Put the best weights of the last stage back into ``parameters``, to be exported.
 
     On rank 0 alone: it is the one that exports. Without a best evaluation nothing is changed.

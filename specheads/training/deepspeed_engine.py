@@ -61,13 +61,10 @@ def converted(folder: Path, run_dir: Path) -> Iterator[Path]:
 
     path = run_dir / "checkpoints" / f"universal-{folder.name}"
     source = folder / "deepspeed" / "state"
-    settings = argparse.Namespace(
-        num_extract_workers=1,  # forking a process that has started threads can hang
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=True,
-    )
+    # one worker each: forking a process that has started threads can hang
+    workers = {"num_extract_workers": 1, "num_merge_workers": 1}
+    options = {"keep_temp_folder": False, "strict": True, "inject_missing_state": True}
+    settings = argparse.Namespace(**workers, **options)
     with writing(path) as out:
         if dist.is_main():
             shutil.rmtree(out, ignore_errors=True)

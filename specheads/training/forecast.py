@@ -54,13 +54,8 @@ def operations(heads: Heads, rows: int, seq_len: int) -> float:
     return total
 
 
-def forecast(cfg: TrainConfig, ranks: int = RANKS, memory: float = MEMORY) -> str:
+def forecast(cfg: TrainConfig) -> str:
     """Return the lines of a dry run for a base of which only config.json is known.
-
-    Args:
-        cfg: the run's settings.
-        ranks: GPUs that train.
-        memory: bytes of each.
 
     Raises:
         ConfigError: if the recipe trains something else than heads on a frozen base.
@@ -77,14 +72,14 @@ def forecast(cfg: TrainConfig, ranks: int = RANKS, memory: float = MEMORY) -> st
         output = OutputLayer(base.get_output_embeddings())
         heads = heads_of(_sized(cfg.heads, output), base, output)
     steps, rows = cfg.steps or STEPS, cfg.data.rows * cfg.optim.accumulation
-    tokens = steps * rows * cfg.data.seq_len * ranks
+    tokens = steps * rows * cfg.data.seq_len * RANKS
     stored = with_final(heads.taps)
     given = dtype if cfg.features.dtype == "auto" else torch_dtype(cfg.features.dtype)
     per_token = len(stored) * heads.hidden_size * given.itemsize
-    rate = ranks * PEAK * SHARE
+    rate = RANKS * PEAK * SHARE
     inner = count_parameters(base.base_model) - base.get_input_embeddings().weight.numel()
     base_time = FORWARD * inner * tokens / rate
-    heads_time = steps * ranks * operations(heads, rows, cfg.data.seq_len) / rate
+    heads_time = steps * RANKS * operations(heads, rows, cfg.data.seq_len) / rate
     base_bytes, trained = tensor_bytes(base.parameters()), count_parameters(cast(nn.Module, heads))
     logits = 4.0 * heads.num_outputs * min(rows * cfg.data.seq_len, rows_at_once(output.weight))
     load = Load(
@@ -100,20 +95,20 @@ def forecast(cfg: TrainConfig, ranks: int = RANKS, memory: float = MEMORY) -> st
             f"planned from {cfg.model.name}/config.json alone: nothing was loaded, read or timed",
             f"base: {count_parameters(base) / 1e6:,.0f} M parameters, {readable(base_bytes)}",
             f"heads: {trained / 1e6:,.1f} M parameters, of {heads.num_outputs:,} tokens",
-            f"memory of each of {ranks} GPUs of {memory / 1e9:.0f} GB with AdamW, activations left"
-            f" out: {_memory(load, ranks, memory)}",
+            f"memory of each of {RANKS} GPUs of {MEMORY / 1e9:.0f} GB with AdamW, activations left"
+            f" out: {_memory(load)}",
             f"tokens: {tokens:,} positions in {steps:,} steps{'' if cfg.steps else ' (assumed)'} of"
-            f" {rows} x {cfg.data.seq_len} on each of {ranks} GPUs",
+            f" {rows} x {cfg.data.seq_len} on each of {RANKS} GPUs",
             f"hidden states: {len(stored)} taps x {heads.hidden_size:,} as"
             f" {str(given).removeprefix('torch.')}, {per_token:,} bytes per token:"
             f" {readable(per_token * tokens)} if none of these comes twice,"
             f" {readable(per_token * 1e9)} for a billion",
-            f"time on {ranks} GPUs, at {SHARE:.0%} of {PEAK / 1e12:.0f} TFLOP/s each (assumed; no"
+            f"time on {RANKS} GPUs, at {SHARE:.0%} of {PEAK / 1e12:.0f} TFLOP/s each (assumed; no"
             f" GPU was timed): base {clock(base_time)}, heads {clock(heads_time)}",
             "online (features.dir=''): no hidden states on disk; the base runs in every step, so"
             f" that training takes {clock(base_time + heads_time)} for every epoch instead of"
             f" {clock(heads_time)}, {1 + base_time / heads_time:.1f} times as long, and"
-            f" {readable(base_bytes)} of weights lie on every GPU, or an {ranks}th of them with"
+            f" {readable(base_bytes)} of weights lie on every GPU, or an {RANKS}th of them with"
             " deepspeed=zero3",
         ]
     )
@@ -128,13 +123,12 @@ def _sized(wanted: HeadsConfig, output: OutputLayer) -> HeadsConfig:
     return replace(wanted, num_kept=1 << (output.weight.shape[0] // 4).bit_length() - 1)
 
 
-def _memory(load: Load, ranks: int, memory: float) -> str:
+def _memory(load: Load) -> str:
     """Return what a GPU needs with each value of ``deepspeed``."""
     told = []
     for name, spread in SPREADS.items():
-        found = need(load, spread, ranks)
-        much = "" if found.fits(memory) else " (too much)"
-        told.append(
-            f"{name} {readable(found.training)}, while loading {readable(found.peak)}{much}"
-        )
+        found = need(load, spread, RANKS)
+        much = "" if found.fits(MEMORY) else " (too much)"
+        size = readable(found.training)
+        told.append(f"{name} {size}, while loading {readable(found.peak)}{much}")
     return "; ".join(told)

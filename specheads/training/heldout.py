@@ -25,6 +25,8 @@ from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, packed_hidden
 from specheads.training.objectives import DraftObjective, HeadsObjective
 
+Rows = Sequence[Batch]  # packed held-out rows (``data/pack.py``)
+
 
 @dataclass(frozen=True)
 class Original:
@@ -44,15 +46,13 @@ def _hidden_at_labels(base: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tens
     return hidden[labels != IGNORE], labels[labels != IGNORE]
 
 
-def remember_original(
-    base: PreTrainedModel, output: OutputLayer, batches: Sequence[Batch]
-) -> Original:
+def remember_original(base: PreTrainedModel, output: OutputLayer, batches: Rows) -> Original:
     """Keep what the original base predicts on ``batches``; call it before training."""
     hidden = [_hidden_at_labels(base, batch)[0].cpu() for batch in batches]
     return Original(hidden, copy.deepcopy(output))
 
 
-def _num_valid(batches: Sequence[Batch], num_heads: int) -> Tensor:
+def _num_valid(batches: Rows, num_heads: int) -> Tensor:
     """Return the numbers of labels [num_heads + 1] of all batches together.
 
     Raises:
@@ -68,10 +68,7 @@ def _num_valid(batches: Sequence[Batch], num_heads: int) -> Tensor:
 
 @torch.no_grad()
 def heldout_loss(
-    base: PreTrainedModel,
-    output: OutputLayer,
-    batches: Sequence[Batch],
-    original: Original | None = None,
+    base: PreTrainedModel, output: OutputLayer, batches: Rows, original: Original | None = None
 ) -> dict[str, float]:
     """Return the mean loss over the held-out labels, in nats per token.
 
@@ -102,9 +99,7 @@ def heldout_loss(
 
 
 @torch.no_grad()
-def _means(
-    objective: HeadsObjective | DraftObjective, batches: Sequence[Batch]
-) -> dict[str, float]:
+def _means(objective: HeadsObjective | DraftObjective, batches: Rows) -> dict[str, float]:
     """Return the metrics of an objective over held-out rows, each a mean over its own labels."""
     # with the labels of all batches in it a batch returns its share of the mean, and shares add up
     num_valid, total = _num_valid(batches, objective.num_heads), Counter[str]()
@@ -117,7 +112,7 @@ def _means(
 
 
 def heads_accuracy(
-    base: PreTrainedModel, heads: Heads, output: OutputLayer, batches: Sequence[Batch]
+    base: PreTrainedModel, heads: Heads, output: OutputLayer, batches: Rows
 ) -> dict[str, float]:
     """Return ``head_{i}/loss|top1|top5`` over held-out rows, each a mean over its own labels.
 
@@ -134,7 +129,7 @@ def heads_accuracy(
     return {name: value for name, value in found.items() if name.startswith("head_")}
 
 
-def heldout_agreement(objective: DraftObjective, batches: Sequence[Batch]) -> dict[str, float]:
+def heldout_agreement(objective: DraftObjective, batches: Rows) -> dict[str, float]:
     """Return the draft model's mean figures over held-out rows.
 
     Args:

@@ -17,13 +17,13 @@ import json
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specheads.config import ConfigError, InterruptedRunError, RunError, TrainConfig
 from specheads.data.pack import Batch, on_device
@@ -37,7 +37,7 @@ from specheads.training import best, checkpoints
 from specheads.training.deepspeed_engine import DeepSpeedEngine
 from specheads.training.engine import Groups, Objective, TorchEngine, lambda_scale, lr_factor
 
-Evaluate = Callable[[int], Mapping[str, float]]
+Evaluate = Callable[[int], best.Figures]
 Engine = TorchEngine | DeepSpeedEngine
 
 
@@ -221,14 +221,12 @@ class _Training:
         error.on_every_rank = True
         raise error
 
-    def evaluate(
-        self, evaluate: Evaluate, parameters: Mapping[str, nn.Parameter], signals: StopSignal
-    ) -> bool:
+    def evaluate(self, evaluate: Evaluate, parameters: best.Weights, signals: StopSignal) -> bool:
         """Evaluate, unless a signal comes; return whether any rank was asked to stop.
 
         An evaluation that a signal cut short is due again after the resume.
         """
-        found: Mapping[str, float] | None = None
+        found: best.Figures | None = None
         with self.paused(), checkpoints.same_random_state():
             with contextlib.suppress(StopAsked), signals.interrupting():
                 found = evaluate(self.progress.step)
@@ -307,11 +305,11 @@ def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None =
     progress = checkpoints.Progress(step=stage.first_step, stage=stage.name)
     if checkpoint is not None:
         saved = checkpoints.load_progress(checkpoint)
-        if saved.stage != stage.name and saved.step >= last_step:
-            return last_step
         if saved.stage == stage.name:
             progress = saved
-        else:
+        elif saved.step >= last_step:
+            return last_step
+        else:  # of an earlier stage
             checkpoint = None
     parameters = best.trained(stage.objective, stage.groups)
     engine = open_engine(stage.objective, stage.groups, cfg)

@@ -41,6 +41,7 @@ FLATTENED = 500_000_000  # numbers that stage 0 copies together to reduce them, 
 SUB_GROUP = 1_000_000_000  # numbers that stage 3 steps at one time
 TIMED = 3  # micro-batches, after one that warms up
 
+Parts = Mapping[str, nn.Module]  # of a run: base, heads, draft
 # The config groups of conf/deepspeed, by name.
 SPREADS: dict[str, Spread] = {
     "none": Spread(),
@@ -249,9 +250,7 @@ class StagePlan:
         return self.num_steps * self.seconds_per_step
 
 
-def plan_stage(
-    stage: Stage, cfg: TrainConfig, parts: Mapping[str, nn.Module], output_weight: Tensor
-) -> StagePlan:
+def plan_stage(stage: Stage, cfg: TrainConfig, parts: Parts, output_weight: Tensor) -> StagePlan:
     """Count and time a stage; weights, gradients, data, modes and random generators stay as found.
 
     The optimizer takes no step: its time is left out, its memory is counted.
@@ -354,9 +353,7 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
 
 
-def _parameters(
-    parts: Mapping[str, nn.Module], trained: Mapping[int, Tensor]
-) -> dict[str, tuple[int, int]]:
+def _parameters(parts: Parts, trained: Mapping[int, Tensor]) -> dict[str, tuple[int, int]]:
     found: dict[str, list[int]] = {}
     for part, module in parts.items():
         for name, parameter in module.named_parameters():
@@ -434,9 +431,7 @@ def tokens_per_step(cfg: TrainConfig) -> int:
     return cfg.data.rows * cfg.data.seq_len * cfg.optim.accumulation * dist.world_size()
 
 
-def describe_costs(
-    cfg: TrainConfig, plans: Sequence[StagePlan], parts: Mapping[str, nn.Module], *notes: str
-) -> str:
+def describe_costs(cfg: TrainConfig, plans: Sequence[StagePlan], parts: Parts, *notes: str) -> str:
     """Return the lines of a dry run about parameters, memory, tokens, time and disk.
 
     Args:
@@ -506,9 +501,7 @@ def gpu_memory() -> float:
     return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
-def export_bytes(
-    cfg: TrainConfig, plans: Sequence[StagePlan], parts: Mapping[str, nn.Module]
-) -> int:
+def export_bytes(cfg: TrainConfig, plans: Sequence[StagePlan], parts: Parts) -> int:
     """Return the size of what is exported, in the dtypes of now: what was made or tuned."""
     tuned = {part for plan in plans for part, (trained, _) in plan.parameters.items() if trained}
     merge, plain = cfg.adapter.merge, cfg.model.quantization == "none"

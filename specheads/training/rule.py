@@ -26,7 +26,6 @@ from specheads.config import TrainConfig
 from specheads.data import teacher_cache
 from specheads.data.chat import learned_counts
 from specheads.data.pack import GrowingBatches, PackedBatches
-from specheads.data.schema import json_digest
 from specheads.models.checkpoint import read_config
 from specheads.models.output import OutputLayer, with_final
 from specheads.system import dist, hardware
@@ -183,7 +182,7 @@ def _features(
     numbers: dict[str, Any] = {"hidden_size": output.weight.shape[1], "given_as": base.dtype}
     numbers |= {"dtype": cfg.features.dtype, "taps": with_final(taps)}
     plan = teacher_cache.plan_features(root / "none", packed.documents, made_of, **numbers)
-    folder = root / json_digest(plan.made_of).hex()[:12]
+    folder = root / plan.digest[:12]
     size = teacher_cache.readable(plan.num_bytes)
     free = shutil.disk_usage(next(each for each in root.absolute().parents if each.exists())).free
     if not folder.exists() and plan.num_bytes > DISK_SHARE * free:

@@ -67,10 +67,8 @@ def read_data(cfg: TrainConfig) -> Read:
     """
     dropped = Dropped()
     if not cfg.data.streaming:
-        train, heldout = (
-            load_records(cfg.data, split, dropped=dropped) for split in ("train", "heldout")
-        )
-        return Read(train, heldout, dropped)
+        train = load_records(cfg.data, "train", dropped=dropped)
+        return Read(train, load_records(cfg.data, "heldout", dropped=dropped), dropped)
     needs_all = {
         "data.growth": cfg.data.growth,
         "features.dir": "" if cfg.features.dir == "auto" else cfg.features.dir,
@@ -144,15 +142,15 @@ def load_base(
     tokenizer = bases.load_tokenizer(model.name, revision=which, trust_remote_code=trusted)
     how: bases.Loading = {"dtype": model.dtype, "device": cfg.device, "attn": model.attn}
     how["trust_remote_code"] = trusted
-    base = (
-        bases.load_base_model(model.name, revision=which, quantization=model.quantization, **how)
-        if weights
-        else bases.described(model.name, revision=which, trust_remote_code=trusted)
-    )
-    bases.check_tokenizer(tokenizer, base)
-    output = (
-        checked_output(base, cfg.loss) if weights else OutputLayer(base.get_output_embeddings())
-    )
+    if weights:
+        method = model.quantization
+        base = bases.load_base_model(model.name, revision=which, quantization=method, **how)
+        bases.check_tokenizer(tokenizer, base)
+        output = checked_output(base, cfg.loss)
+    else:
+        base = bases.described(model.name, revision=which, trust_remote_code=trusted)
+        bases.check_tokenizer(tokenizer, base)
+        output = OutputLayer(base.get_output_embeddings())
     if train_base and cfg.adapter.kind == "lora":
         add_adapter(base, cfg.adapter, seed=cfg.seed)
     if train_base and model.gradient_checkpointing:
@@ -247,22 +245,11 @@ def load_data(
         print(f"train: {said}\nheldout: {heldout.summary()}", flush=True)
         if dropped:
             print(f"read: {dropped.summary()}", flush=True)
-    summary = {
-        "source": wanted.source,
-        "path": wanted.path,
-        "kinds": list(wanted.kinds),
-        "seq_len": wanted.seq_len,
-        "train": counts,  # of a stream: what has been read when this is written
-        "heldout": heldout.counts,
-        "dropped": dropped.counts,
-    }
-    heldout_rows = one_pass(
-        heldout.documents,
-        seq_len=wanted.seq_len,
-        rows=min(wanted.rows, 8),
-        pad_token_id=pad,
-        max_rows=cfg.evaluate.loss_rows,
-    )
+    summary = {key: getattr(wanted, key) for key in ("source", "path", "kinds", "seq_len")}
+    # the counts of a stream are of what has been read when this is written
+    summary |= {"train": counts, "heldout": heldout.counts, "dropped": dropped.counts}
+    shape = {"seq_len": wanted.seq_len, "rows": min(wanted.rows, 8), "pad_token_id": pad}
+    heldout_rows = one_pass(heldout.documents, **shape, max_rows=cfg.evaluate.loss_rows)
     return Data(train, heldout_rows, read.heldout, summary, dropped)
 
 

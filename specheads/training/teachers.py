@@ -22,14 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, TrainConfig
 from specheads.data import teacher_cache
-from specheads.data.chat import Encoded
 from specheads.data.pack import Batch, Mapped, PackedBatches, number_of
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import input_device
@@ -75,7 +73,7 @@ def cached_features(
     sample = _sample(base, autocast=autocast)
     made_of = teacher_cache.computed_by(cfg.model, cfg.autocast)
     numbers: dict[str, Any] = {"hidden_size": sample.shape[-1], "given_as": sample.dtype}
-    of_rows = [document for batch in heldout for row in _rows(batch) for document in row]
+    of_rows = [document for batch in heldout for row in batch["documents"] for document in row]
     places = [(folder, batches.documents), *([(folder / "heldout", of_rows)] if of_rows else [])]
     stored = with_final(taps)
     numbers |= {"dtype": cfg.features.dtype, "taps": stored}
@@ -96,7 +94,7 @@ def cached_features(
         caches.append(teacher_cache.TeacherCache(plan))
     count, filled = itertools.count(), []
     for batch in heldout if of_rows else []:
-        known = [[next(count) for _ in row] for row in _rows(batch)]
+        known = [[next(count) for _ in row] for row in batch["documents"]]
         filled.append({**batch, **caches[1].rows(known, batch["input_ids"].shape[1])})
     return teacher_cache.CachedBatches(batches, caches[0]), filled, []
 
@@ -186,18 +184,6 @@ def stored_teacher(
     shape = batches.rows, batches.seq_len
     teacher_cache.write_cache(*given, shape, output=output, autocast=autocast, tell=tell)
     return teacher_cache.CachedBatches(batches, teacher_cache.TeacherCache(plan)), []
-
-
-def _rows(batch: Batch) -> list[list[Encoded]]:
-    """Return the documents of a packed batch, row by row."""
-    rows: list[list[Encoded]] = [[] for _ in batch["segment_ids"]]
-    names = iter(batch["ids"])
-    for row, start, stop in _documents(batch):
-        ids, labels = (
-            batch[key][row, start:stop].numpy().astype(np.int32) for key in ("input_ids", "labels")
-        )
-        rows[row].append(Encoded(next(names), ids, labels))
-    return rows
 
 
 def _documents(batch: Batch) -> Iterator[tuple[int, int, int]]:
@@ -326,22 +312,18 @@ def _laid_out(
     batch: Batch, places: Sequence[_Place], answers: Sequence[Sequence[int]], pad_token_id: int
 ) -> Batch:
     """Return the batch with ``answers`` from each place's cut on; other documents are left out."""
-    old = {key: batch[key] for key in ("input_ids", "labels", "segment_ids")}
-    new: dict[str, Tensor] = {
-        "input_ids": torch.full_like(old["input_ids"], pad_token_id),
-        "labels": torch.full_like(old["labels"], IGNORE),
-        "segment_ids": torch.zeros_like(old["segment_ids"]),
-    }
+    free = {"input_ids": pad_token_id, "labels": IGNORE, "segment_ids": 0}
+    new = {key: torch.full_like(batch[key], value) for key, value in free.items()}
     for place, answer in zip(places, answers, strict=True):
         row, end = place.row, place.cut + len(answer)
         written = torch.tensor(list(answer), dtype=torch.long)
         prompt, whole = slice(place.start, place.cut), slice(place.start, end)
-        new["input_ids"][row, prompt] = old["input_ids"][row, prompt]
+        new["input_ids"][row, prompt] = batch["input_ids"][row, prompt]
         new["input_ids"][row, place.cut : end] = written
         new["labels"][row, place.cut : end] = written
-        new["segment_ids"][row, whole] = old["segment_ids"][row, whole]
+        new["segment_ids"][row, whole] = batch["segment_ids"][row, whole]
     # positions restart with every document, and padding is a document like any other
-    segments, places_of = new["segment_ids"], torch.arange(old["segment_ids"].shape[1])
+    segments, places_of = new["segment_ids"], torch.arange(batch["segment_ids"].shape[1])
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
     new["position_ids"] = places_of - torch.where(begins, places_of, 0).cummax(1).values

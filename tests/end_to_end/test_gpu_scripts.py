@@ -10,8 +10,9 @@ import torch
 
 from specheads.decoding import accept
 from specheads.measure.bench import Contest
-from specheads.measure.calibrate import Search, Texts, calibrate
+from specheads.measure.calibrate import Search, calibrate
 from specheads.measure.clock import Prompt
+from specheads.measure.hits import Texts
 from specheads.models.output import output_layer
 from tests import processes
 from tests.elsewhere import elsewhere
@@ -101,7 +102,7 @@ def test_trees_are_chosen_and_clocked_on_a_device_of_its_own() -> None:
 
 def test_identity_check_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that cannot fail says ok on every machine."""
-    follow = accept.walk_on_host
+    follow = accept.rules.walk_on_host
 
     def too_generous(tokens: list[list[int]], *more: object) -> list[list[int]]:
         paths = follow(tokens, *more)  # type: ignore[arg-type]
@@ -111,7 +112,7 @@ def test_identity_check_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) ->
             for nodes, row in zip(paths, tokens, strict=True)
         ]
 
-    monkeypatch.setattr(accept, "walk_on_host", too_generous)
+    monkeypatch.setattr(accept.rules, "walk_on_host", too_generous)
     row = gpu_check.run_check("identity/llama", torch.device("cpu"))
     assert row["status"] == "failed", row
 

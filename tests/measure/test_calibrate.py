@@ -109,7 +109,7 @@ def test_sizes_between_the_clocked_ones_are_found_and_clocked(
 ) -> None:
     """The best size would be missed, or bought at a price that was never measured."""
     gains = Gains(torch.arange(2, 21)[None] + 10, torch.full((1, 19), 10))  # + 0.1 per node
-    monkeypatch.setattr(module, "static_gains", lambda hits, most: gains)
+    monkeypatch.setattr("specheads.measure.hits.static_gains", lambda hits, most: gains)
     clocked = clock(lambda nodes: 1.0 + 0.5 * max(nodes - knee, 0))
     found = find(medusa)
     assert found.tree.num_nodes == knee and knee in clocked
@@ -129,7 +129,7 @@ def test_slow_trees_are_advised_against(medusa: Medusa, clock: Callable[..., lis
 
 def test_heads_that_never_hit_give_no_tree(medusa: Medusa, monkeypatch: pytest.MonkeyPatch) -> None:
     """A division by no steps, or a tree of noise."""
-    monkeypatch.setattr(module, "grow_nodes", lambda hits, most: [])
+    monkeypatch.setattr("specheads.measure.hits.grow_nodes", lambda hits, most: [])
     found = find(medusa)
     assert found.tree == Tree.chain(0) and not found.speculate
     assert found.expected_accept_length == 1
