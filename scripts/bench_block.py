@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             {
                 "row": row.name,
                 "seed": seed,
-                "overrides": list(row.overrides),
+                "overrides": [o for o in row.overrides if not o.startswith("data.path=")],
                 "heldout": config["training"]["heldout"],
                 "accept": accept,
             }

@@ -33,7 +33,7 @@ FIGURES = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
     ROOT / "BENCHMARKS.md",
-    *(FIGURES / f"{page}.md" for page in ("decoding", "methods")),
+    *(page for page in sorted(FIGURES.glob("*.md")) if "<!-- figures: " in page.read_text()),
 )
 BLOCK = re.compile(r"(<!-- figures: (?!end )(.+?) -->\n)(.*?)(<!-- figures: end -->)", re.DOTALL)
 ABSENT = "Not measured yet"
