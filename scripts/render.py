@@ -476,6 +476,53 @@ def gpu_check(read: Read) -> str:
     )
 
 
+def gpu_steps(read: Read, file: str) -> str:
+    """Return verify steps on a GPU beside the floor that reading the weights sets."""
+    found = read(file)
+    heads = {row["lm_head"]: row["ms"] for row in found["rows"] if row["part"] == "heads"}
+    head = "passes | nodes | ms | over reading the weights | over a plain step"
+    lines = [
+        f"{'compiled' if row['mode'] == 'loop' else row['mode']} | {row['nodes']} |"
+        f" {row['ms']:.2f} ({cells((row['ms_p10'], row['ms_p90']), sign='-')}) |"
+        f" {row['vs_floor']:.1f} | {row['vs_plain']:.2f}"
+        for row in found["rows"]
+        if row["part"] == "base"
+    ]
+    slowest = max(row["prepare_seconds"] for row in found["rows"] if row["part"] == "base")
+    return (
+        f"{table(head, lines)}\n\n{gpu_line(found)}; median and middle 80% of"
+        f" {found['settings']['repeats']} passes behind {found['settings']['context']} tokens; a"
+        f" copy moves {found['bandwidth'] / 1e12:.1f} TB/s; four heads take {heads['own']:.2f} ms"
+        f" more with output matrices of their own, {heads['shared']:.2f} with the base's; a tree"
+        f" size takes up to {slowest:.0f} s to compile."
+    )
+
+
+def gpu_training(read: Read, file: str) -> str:
+    """Return the pace and memory of heads on a frozen base of 8 billion, beside the cost model."""
+    found = read(file)
+    head = "output matrices of the heads | s/step | tokens/s | MFU | peak, GB | predicted, GB"
+    names = {"own": "of their own", "shared": "the base's"}
+    lines = [
+        f"{names[row['lm_head']]} | {cells([row['ms'] / 1e3])} | {row['tokens_per_second']:,.0f} |"
+        f" {row['mfu']:.2f} |"
+        f" {cells((row['peak_memory'] / 1e9, row['predicted_memory'] / 1e9), '.1f')}"
+        for row in found["rows"]
+        if "ms" in row
+    ]
+    rows, length = found["settings"]["train_rows"], found["settings"]["train_seq_len"]
+    return f"{table(head, lines)}\n\n{gpu_line(found)}; {rows} rows of {length:,} tokens a step."
+
+
+def gpu_line(found: Bench) -> str:
+    """Return where figures of a GPU were measured."""
+    machine = found["environment"]
+    return (
+        f"{machine['device']}, torch {machine['torch']}, {found['settings']['dtype']},"
+        f" {machine['date']}"
+    )
+
+
 def reader(folder: Path) -> Read:
     """Return what gives the content of a file of ``folder``, by its name without the ending."""
     return cache(lambda name: json.loads((folder / f"{name}.json").read_text()))
