@@ -5,7 +5,7 @@
 both packages are installed. vLLM makes ``Class(vllm_config)`` once, and calls ``propose`` after
 every step with the rows of its batch; it verifies what comes back with its own sampler, so what is
 proposed changes its speed and never its output. It hands a proposer token ids: these here read
-nothing else, and no heads.
+nothing else; heads are in :mod:`specheads.vllm_heads`.
 
 ``SuffixProposer`` copies what most often followed the longest suffix of a request's text that
 occurred in it before, ``NgramProposer`` what followed its last few tokens, and
@@ -67,11 +67,38 @@ def read_rows(
     return texts
 
 
-class Proposer(ABC, Generic[State]):
-    """What vLLM calls, for a way to guess that keeps a state per request.
+class TextStates(Generic[State]):
+    """A state per request.
 
     vLLM names no requests: it moves them between rows, and takes some out for a while. What names
     one is its text: all of it but the newest tokens is the text that it had when it was seen last.
+    """
+
+    def __init__(self) -> None:
+        # by text, the latest last; requests of one text have a state each
+        self._known: dict[bytes, list[State]] = {}
+
+    def take(self, text: Tokens) -> State | None:
+        """Return and forget the state of a text; None if it is not known."""
+        if (name := text.tobytes()) not in self._known:
+            return None
+        state = self._known[name].pop()
+        if not self._known[name]:
+            del self._known[name]
+        return state
+
+    def keep(self, text: Tokens, state: State) -> None:
+        """Remember the state of a text."""
+        self._known.setdefault(text.tobytes(), []).append(state)
+
+    def forget(self, num_rows: int) -> None:
+        """Forget what was kept before all else, but for some more states than there are rows."""
+        while sum(map(len, self._known.values())) > num_rows + max(num_rows, SPARED):
+            del self._known[next(iter(self._known))]
+
+
+class Proposer(ABC, Generic[State]):
+    """What vLLM calls, for a way to guess that keeps a state per request.
 
     Args:
         vllm_config: vLLM's settings.
@@ -84,8 +111,7 @@ class Proposer(ABC, Generic[State]):
     def __init__(self, vllm_config: Any) -> None:
         self.num_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
         self.max_length = int(vllm_config.model_config.max_model_len)
-        # by text, the latest last; requests of one text have a state each
-        self._known: dict[bytes, list[State]] = {}
+        self._states: TextStates[State] = TextStates()
 
     def propose(
         self,
@@ -98,9 +124,7 @@ class Proposer(ABC, Generic[State]):
         del slot_mappings
         texts = read_rows(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         states = {row: self._read(text, len(sampled_token_ids[row])) for row, text in texts.items()}
-        num_rows = len(sampled_token_ids)
-        while sum(map(len, self._known.values())) > num_rows + max(num_rows, SPARED):
-            del self._known[next(iter(self._known))]
+        self._states.forget(len(sampled_token_ids))
         found: list[list[int]] = [[] for _ in sampled_token_ids]
         for row, text in texts.items():
             # the step that verifies the guesses adds a token of its own
@@ -113,15 +137,11 @@ class Proposer(ABC, Generic[State]):
 
     def _read(self, text: Tokens, num_new: int) -> State:
         """Return the state of a text, ``num_new`` of whose tokens are new."""
-        before = text[:-num_new].tobytes()
-        if before in self._known:
-            state, known = self._known[before].pop(), len(text) - num_new
-            if not self._known[before]:
-                del self._known[before]
-        else:
-            state, known = self._begin(), 0
+        known, state = len(text) - num_new, self._states.take(text[:-num_new])
+        if state is None:
+            known, state = 0, self._begin()
         self._extend(state, text[known:].tolist())
-        self._known.setdefault(text.tobytes(), []).append(state)
+        self._states.keep(text, state)
         return state
 
     @abstractmethod

@@ -36,6 +36,8 @@ DEEPSEEK = "deepseek_v3"
 NATIVE_MTP = (DEEPSEEK, "glm4_moe")  # bases whose MTP layers engines know by themselves
 # classes of specheads/vllm_proposer.py, which guess from the text, without heads
 PROPOSERS = ("SuffixProposer", "NgramProposer", "LookaheadPoolProposer")
+_HEADS = "specheads.vllm_heads.HeadsProposer"
+_BESIDE = "needs specheads in vLLM's environment, and its first model runner: docs/serving.md"
 COPIED = 8  # tokens guessed per step at most; where nothing was written before, nothing is guessed
 
 
@@ -179,10 +181,38 @@ def native(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     )
     found = [Serving("specheads", own, more)]
     found.append(Serving("transformers", code, "with specheads imported: docs/decoding.md"))
-    found += without_heads(info)
+    (known, *others), here = without_heads(info), heads_in_vllm(place, base, info)
+    if known.note.startswith("format="):  # what it reads by itself
+        here = here._replace(note=f"{here.note}; without specheads {known.note}")
+    found += [here, *others]
     if info["kind"] == "medusa":
         found.append(Serving("TGI", "", "format=fasterdecoding_v1 or _v2 is what it reads"))
     return found
+
+
+def heads_in_vllm(place: str, base: str, info: dict[str, Any]) -> Serving:
+    """Return vLLM's command for the heads of a native export, see :mod:`specheads.vllm_heads`."""
+    if info["base"].get("adapter"):
+        return Serving("vLLM", "", "it runs no adapter: format=vllm_heads merges it into the base")
+    config = {
+        "method": "custom_class",
+        "model": _HEADS,
+        "num_speculative_tokens": info["num_heads"],
+    }
+    options = [f" --additional-config '{json.dumps({'specheads': {'heads': place}})}'"]
+    # of a prefix that is in vLLM's cache, heads that attend would not see the hidden states
+    if info["kind"] != "medusa" or info.get("prefix_layer"):
+        options.append(" --no-enable-prefix-caching")
+    # in a graph of the whole pass nobody sees its hidden states; a CPU has no graphs
+    options.append(""" --compilation-config '{"cudagraph_mode": "PIECEWISE"}'""")
+    note = f"a chain of the heads' best guesses; {_BESIDE}"
+    found = vllm(base, config, note, "0.32, tried on a CPU; 0.33, its files")
+    return found._replace(command=found.command + "".join(options))
+
+
+def vllm_heads(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
+    """Return how vLLM serves a folder of ``format=vllm_heads``, whose adapter is merged."""
+    return [heads_in_vllm(place, base, {**info, "base": {**info["base"], "adapter": False}})]
 
 
 def draft_model(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
@@ -218,10 +248,9 @@ def text_copies(place: str, note: str = "", needed: str = "") -> list[Serving]:
         note: for transformers.
         needed: the beginning of vLLM's note.
     """
-    needs = "needs specheads in vLLM's environment, and its first model runner: docs/serving.md"
     return [
         transformers(place, f"prompt_lookup_num_tokens={COPIED}", note),
-        vllm(place, proposer_settings(), needed + needs),
+        vllm(place, proposer_settings(), needed + _BESIDE),
         sglang(place, "NGRAM", num_draft_tokens=COPIED),
         tensorrt(place, decoding_type="NGram", max_draft_len=COPIED, max_matching_ngram_size=4),
         llama_cpp(f"base.gguf --spec-type ngram-simple --spec-ngram-simple-size-m {COPIED}", place),
@@ -248,7 +277,7 @@ def without_heads(info: dict[str, Any], removed: str = "") -> list[Serving]:
         reads = "format=mtp_standard is what it reads"
         return [Serving(engine, "", unknown.get(engine, reads)) for engine in _ENGINES]
     if kind in ("block", "eagle3"):
-        reads = "format=eagle3" if kind == "eagle3" else "format=dflash or dspark"
+        reads = "format=eagle3" if kind == "eagle3" else "format=dflash or format=dspark"
         note = f"{reads} is what it reads"
         if info.get("form", {}).get("form") == "joined":
             note = f"it knows block heads of the published form alone (+recipe=dspark); {_DRAFT}"
@@ -259,7 +288,7 @@ def without_heads(info: dict[str, Any], removed: str = "") -> list[Serving]:
     }.get(kind, f"it has no method for {kind} heads")
     no_method = f"it has no Medusa or Hydra method; {_DRAFT}"
     left = f"Medusa left with its TensorRT backend in 2026; {_DRAFT}"
-    gone += "; format=vllm_custom_class guesses without heads"
+    gone += "; format=vllm_heads brings them to it"
     notes = (gone, no_method, left, no_method)
     return [Serving(engine, "", note) for engine, note in zip(_ENGINES, notes, strict=True)]
 

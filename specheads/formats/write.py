@@ -165,6 +165,21 @@ def _write_custom_class(job: Job) -> list[str]:
     return notes
 
 
+def _write_vllm_heads(job: Job) -> list[str]:
+    """Write the heads as they are, and a tuned base with its adapter merged."""
+    tuned, heads = None, exports.load_heads(job.checkpoint)
+    if job.info["base"]["tuned"]:
+        tuned = exports.load_export(job.checkpoint, device="cpu").base
+        if job.info["base"].get("adapter"):
+            merge_adapter(tuned)
+    tokenizer = load_tokenizer(job.checkpoint)
+    chosen = Tree.from_choices(job.info["tree"]["choices"])
+    exports.save_export(
+        job.output, heads, tokenizer, chosen, job.info, tuned_base=tuned, dtype=job.dtype
+    )
+    return ["specheads.vllm_heads reads it inside vLLM"]
+
+
 # what to do with an export of a kind that a format has no place for
 _INSTEAD = {
     "hydra": "hydra, heads which read the tokens drafted before their own",
@@ -251,6 +266,14 @@ FORMATS = {
     ),
     "eagle3": _DRAFTER(
         kinds=("eagle3",), holds="an EAGLE-3 head", serve=partial(drafters.serve, "eagle3")
+    ),
+    "vllm_heads": Format(
+        kinds=HEADS,
+        holds="any heads, as specheads reads them inside vLLM; a tuned base, its adapter merged",
+        write=_write_vllm_heads,
+        serve=serving.vllm_heads,
+        card="Heads that a class of specheads drafts with inside vLLM.",
+        chain=True,
     ),
     "vllm_custom_class": Format(
         kinds=HEADS,

@@ -180,24 +180,29 @@ def _check_map(file: Path, token_map: Tensor | None, vocab_size: int) -> None:
 
 
 def as_loaded(heads: Heads, base: PreTrainedModel, dtype: torch.dtype | None = None) -> Heads:
-    """Put heads where and how an export's are that is loaded, and return them: to decode with.
-
-    They take the base's dtype, but small ones are float32 on a CPU, which takes several times as
-    long for a product of one row with a small bfloat16 matrix, and they make dozens of them in a
-    step. Block heads make few, of several rows, and bfloat16 is packed for those. Which tokens come
-    depends on the base model alone.
+    """Put heads where an export's are that is loaded with ``base``; see :func:`placed`.
 
     Args:
         heads: changed in place.
         base: their base model.
         dtype: None takes the base's.
     """
-    place, dtype = output_device(base), dtype or base.dtype
+    return placed(heads, output_device(base), dtype or base.dtype)
+
+
+def placed(heads: Heads, device: torch.device, dtype: torch.dtype) -> Heads:
+    """Put heads where and how they decode with a base of a dtype, and return them.
+
+    They take the base's dtype, but small ones are float32 on a CPU, which takes several times as
+    long for a product of one row with a small bfloat16 matrix, and they make dozens of them in a
+    step. Block heads make few, of several rows, and bfloat16 is packed for those. Which tokens come
+    depends on the base model alone.
+    """
     small = sum(parameter.numel() for parameter in heads.parameters()) <= _SMALL_HEADS
     packed = heads.kind == "block" and dtype == torch.bfloat16
-    if small and not packed and place.type == "cpu" and dtype.itemsize < 4:
+    if small and not packed and device.type == "cpu" and dtype.itemsize < 4:
         dtype = torch.float32
-    pack_linears(heads.to(device=place, dtype=dtype).eval())
+    pack_linears(heads.to(device=device, dtype=dtype).eval())
     return heads
 
 

@@ -372,7 +372,7 @@ def test_finishing_writes_says_and_uploads(
     out = capsys.readouterr().out
     assert f"specheads generate checkpoint={folder} prompt=" in out
     assert (
-        "vLLM (0.32 and 0.33, tried on a CPU): no" in out
+        "vLLM (0.32, tried on a CPU; 0.33, its files): vllm serve " in out
         and "uploaded to https://hub/me/heads" in out
     )
     assert [(name, private) for name, private, _ in sent] == [("me/heads", True)]

@@ -14,6 +14,7 @@ import yaml
 from specheads.formats import serving
 from specheads.formats.serving import Serving, lines, taken_for
 from specheads.formats.write import FORMATS, commands
+from specheads.vllm_heads import HeadsProposer
 
 BASE = {"name": "org/base", "tuned": False}
 TUNED = {"name": "org/base", "tuned": True}
@@ -33,17 +34,22 @@ def mtp(model_type: str, **more: Any) -> dict[str, Any]:
 # form, what the native export says, engines with a command, engines with none
 CASES: list[tuple[str, dict[str, Any], set[str], set[str]]] = [
     (
-        "native", heads("medusa"), {"specheads", "transformers"},
+        "native", heads("medusa"), {"specheads", "transformers", "vLLM"},
+        {"SGLang", "TensorRT-LLM", "llama.cpp", "TGI"},
+    ),
+    (
+        "native", heads("hydra"), {"specheads", "transformers", "vLLM"},
+        {"SGLang", "TensorRT-LLM", "llama.cpp"},
+    ),
+    (
+        "native", mtp("llama", variant="parallel", base=TUNED),
+        {"specheads", "transformers", "vLLM"}, {"SGLang", "TensorRT-LLM", "llama.cpp"},
+    ),
+    (
+        "native", heads("medusa", base={**TUNED, "adapter": True}), {"specheads", "transformers"},
         {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "TGI"},
     ),
-    (
-        "native", heads("hydra"), {"specheads", "transformers"},
-        {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"},
-    ),
-    (
-        "native", mtp("llama", variant="parallel", base=TUNED), {"specheads", "transformers"},
-        {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"},
-    ),
+    ("vllm_heads", heads("medusa", base={**TUNED, "adapter": True}), {"vLLM"}, set()),
     (
         "native", {"kind": "draft", "base": {"name": "org/base"}},
         {"specheads", "transformers", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}, set(),
@@ -77,8 +83,8 @@ CASES: list[tuple[str, dict[str, Any], set[str], set[str]]] = [
         {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"},
     ),
     (
-        "native", heads("eagle3"), {"specheads", "transformers"},
-        {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"},
+        "native", heads("eagle3"), {"specheads", "transformers", "vLLM"},
+        {"SGLang", "TensorRT-LLM", "llama.cpp"},
     ),
     ("dflash", heads("block"), {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}, set()),
     ("dspark", heads("block"), {"vLLM", "SGLang", "llama.cpp"}, {"TensorRT-LLM"}),
@@ -228,11 +234,23 @@ def test_mtp_in_vllm_names_what_it_needs() -> None:
         assert "vLLM 0.33 and transformers 5.20 or newer, and specheads beside them" in note
 
 
-def test_no_more_is_denied_of_vllm_than_was_tried() -> None:
-    """A class in vLLM is handed the base model: that heads cannot work in one is not known."""
-    for form, info, *_ in CASES:
-        for each in commands(form, "FOLDER", info):
-            assert "hidden states" not in each.note
+def test_vllm_is_told_where_heads_are_and_what_they_read() -> None:
+    """Heads that attend guess from what they saw, and prefixes that vLLM has in its cache hide it.
+
+    A graph of the whole pass hides everything.
+    """
+    for kind, more, hidden in [
+        ("medusa", {}, False), ("medusa", {"prefix_layer": True}, True), ("hydra", {}, True),
+    ]:  # fmt: skip
+        words = shlex.split(command("vLLM", "vllm_heads", heads(kind, **more, base=TUNED)))
+        assert words[:3] == ["vllm", "serve", "FOLDER/base"]
+        given = dict(zip(words, words[1:], strict=False))
+        assert json.loads(given["--additional-config"]) == {"specheads": {"heads": "FOLDER"}}
+        settings = json.loads(given["--speculative-config"])
+        assert settings["model"] == f"{HeadsProposer.__module__}.{HeadsProposer.__name__}"
+        assert settings["num_speculative_tokens"] == 3
+        assert ("--no-enable-prefix-caching" in words) == hidden
+        assert json.loads(given["--compilation-config"]) == {"cudagraph_mode": "PIECEWISE"}
 
 
 @pytest.mark.parametrize(

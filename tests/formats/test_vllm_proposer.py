@@ -338,7 +338,7 @@ def test_texts_of_ended_requests_are_let_go() -> None:
     reader = Reader(vllm_config())
     for start in range(100):
         assert propose(reader, [start, start + 1]) == [[start, start + 1]]
-    assert sum(map(len, reader._known.values())) <= 1 + SPARED
+    assert sum(map(len, reader._states._known.values())) <= 1 + SPARED
 
 
 def test_a_request_that_waited_is_known_again() -> None:
