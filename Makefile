@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart docs test test-all test-distributed test-real fuzz bench bench-full \
-	bench-real real real-train lint
+	bench-real real real-train lint test-engines engine-exports
 
 help:
 	@echo "make setup             create $(VENV) from constraints.txt"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-real        measure all figures on SmolLM2 again (90 minutes at most)"
 	@echo "                       all of these but real go on where they were stopped with BENCH=--resume"
 	@echo "make test-real         the tests that need SmolLM2"
+	@echo "make test-engines      let vLLM decode what we export, beside our own decoding; installs it (5 GB)"
 	@echo "make docs              the pages as a site in build/site, links checked"
 	@echo "make lint              ruff and mypy"
 
@@ -76,6 +77,13 @@ bench: $(STAMP)
 
 bench-full: $(STAMP)
 	$(BIN)/python scripts/bench_full.py $(BENCH)
+
+# Engines in environments of their own, gigabytes; results that are there are kept.
+engine-exports: $(STAMP)
+	$(BIN)/python scripts/engines.py --train-only $(ENGINES)
+
+test-engines: $(STAMP)
+	$(BIN)/python scripts/engines.py $(ENGINES)
 
 bench-real: $(STAMP)
 	$(BIN)/python scripts/bench_real.py $(BENCH)

@@ -220,14 +220,16 @@ def trained(
     return made, {"rate": rate, "steps": steps, "minutes": minutes}
 
 
-def opened(kind: Kind, export: Path, given: Settings, *, first: bool) -> "Contender":
+def opened(
+    kind: Kind, export: Path, given: Settings, *, first: bool, dtype: str = "bfloat16"
+) -> "Contender":
     """Load what was trained, and the questions that choose a shape or are reported on."""
     decode = DecodeConfig()
     if kind.name == DRAFT:
-        subject = load_subject(given.base, dtype="bfloat16")
+        subject = load_subject(given.base, dtype=dtype)
         decode = replace(decode, drafter="draft", draft=str(export))
     else:
-        subject = load_subject(str(export), dtype="bfloat16")
+        subject = load_subject(str(export), dtype=dtype)
     some = questions(subject, given, first=first)
     return Contender(subject, decode, some, given.max_new_tokens)
 

@@ -507,6 +507,33 @@ def equal_kinds(read: Read, base: str) -> str:
     return table(f"T | drafter | {' | '.join(f'`{kind}`' for kind in kinds)}", lines)
 
 
+def engines(read: Read, base: str, *formats: str) -> str:
+    """Return what an engine made of our exports, beside our own chain."""
+    lines, machine = [], {}
+    for name in formats:
+        found = read(f"engines/{base}/vllm_{name}")
+        machine = found["environment"]
+        if "steps" not in found:
+            lines.append(f"`{name}` | {found['failed'][0]} | | | | | |")
+            continue
+        all_texts = found["compared"]
+        counts = (found[key] for key in ("as_without", "as_transformers", "together_as_alone"))
+        texts = " | ".join(f"{count}/{all_texts}" for count in counts)
+        steps, ours = found["steps"], found.get("our_steps")
+        theirs = cells((each / steps for each in found["accepted"]), ".3f", " ")
+        own = cells((each / ours for each in found["our_accepted"]), ".3f", " ") if ours else ""
+        lines.append(
+            f"`{name}` | {texts} | {steps:,} | {f'{ours:,}' if ours else ''} | {theirs} | {own}"
+        )
+    head = "format | texts as without speculation | as transformers' | 16 together as alone"
+    head += " | verify steps | ours | guesses accepted per step and position | ours"
+    return (
+        f"{table(head, lines)}\n\nvLLM {found['version']}, float32, {machine['processor']},"
+        f" {machine['date']}; {found['compared']} prompts of {base},"
+        f" {found['settings']['max_new_tokens']} new tokens, greedy."
+    )
+
+
 def zero(read: Read) -> str:
     """Return memory and time of ZeRO, and how far the predictions are off."""
     rows = read("zero")["rows"]
