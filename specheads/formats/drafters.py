@@ -174,6 +174,7 @@ def _config(
     if eagle:
         own: dict[str, Any] = {key: getattr(form, key) for key in _EAGLE_KEYS}
         besides = {"embed_requires_grad": False}
+        layer["num_aux_hidden_states"] = len(behind)  # of speculators' layout vLLM believes 3
     else:
         layer["layer_types"] = ["full_attention"] * num_layers
         own = {"block_size": cast(BlockHeads, heads).num_slots, "mask_token_id": form.mask_token_id}

@@ -89,6 +89,8 @@ class Eagle3(Drafter):
         config, w = {**self.config, **self.config.get("eagle_config", {})}, self.w
         taps = self.taps(states, config["eagle_aux_hidden_state_layer_ids"])
         layer = "layers.0." if SPECULATORS in config else "midlayer."
+        # vLLM sizes fc by this number, which in speculators' layout it believes to be 3 without
+        assert taps.shape[-1] == self.layer.get("num_aux_hidden_states", 3) * len(self.embed[0])
         keys, values, found = [], [], []
         state = torch.zeros(0)
         for position in range(at + steps):
