@@ -16,7 +16,8 @@ draw_layers = load_script("draw_layers")
 
 COMMANDS = {
     "cli", "auto", "train", "generate", "chat", "bench", "tree_search", "export", "regenerate",
-    "preview", "compare", "doctor", "quality", "spec_bench", "vllm_proposer", "torchrun", "init",
+    "preview", "compare", "doctor", "quality", "spec_bench", "vllm_heads",
+    "torchrun", "init",
 }  # fmt: skip
 # Lowest first. A part, which is a folder or a module at the root, imports its own layer and the
 # layers before it.
@@ -28,7 +29,7 @@ LAYERS = [
     {"data", "formats", "drafters"},
     {"training", "decoding"},
     {"measure", "regeneration"},
-    {"pipeline"},
+    {"pipeline", "vllm_proposer"},
     {"stages", "front", *COMMANDS},
     {"recipes", "__init__"},  # the front door imports what is asked of it
 ]
