@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +36,6 @@ from specheads.models.names import resolve_name
 from specheads.system import hardware
 
 HERE = Path(__file__).parent / "engines"
-PLAIN = "plain"
 NEAR = 1e-3  # of logits: the margin of a near-tie in float32
 MINUTES = 3.0
 QUIET = {
@@ -46,16 +45,6 @@ QUIET = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
-}
-# of tinycode, SmolLM2: what bench_equal.py found for each kind
-RATES = {
-    "medusa1": ("6e-3", "2e-3"),
-    "markov": ("6e-3", "2e-3"),
-    "hydra_plus": ("6e-3", "2e-3"),
-    "eagle3": ("1.2e-2", "2e-3"),
-    "dflash": ("3e-3", "2e-3"),
-    "block": ("1.2e-2", "2e-3"),
-    DRAFT: ("6e-3", "2e-3"),
 }
 
 
@@ -104,7 +93,6 @@ class Case:
     method: str
     words: tuple[str, ...] = ()
     guesses: int = DEPTH
-    more: Mapping[str, Any] = field(default_factory=dict)
 
     def options(self, folder: Path) -> dict[str, Any]:
         """Return what vLLM is told of the folder."""
@@ -115,7 +103,7 @@ class Case:
         if not self.kind:
             model = self.form
         given = {"method": self.method, "model": model, "num_speculative_tokens": self.guesses}
-        return {"speculative_config": given | dict(self.more), **beside}
+        return {"speculative_config": given, **beside}
 
 
 CUSTOM = "custom_class"
@@ -164,14 +152,24 @@ def _name_the_wheel(place: Path) -> None:
 
 
 def export_of(kind: str, given: Settings) -> Path:
-    """Train a kind for some minutes, unless it is there; return the export."""
+    """Train a kind for some minutes, unless it is there; return the export.
+
+    Raises:
+        SystemExit: if no learning rate of the kind was found on this base yet.
+    """
     base = bench_equal.bases()[given.base]
     asked = bench_equal.Settings(base=given.base, runs=given.runs)
     (one,) = (each for each in bench_equal.kinds(base) if each.name == kind)
     (given.runs / given.base).mkdir(parents=True, exist_ok=True)
     if kind not in (DRAFT, "mtp"):
         bench_equal.store(base, given.runs / given.base)
-    rate = RATES[kind][given.base == "smollm2"]
+    cell = asked.out / given.base / f"{kind}-0.json"
+    if not cell.is_file():
+        raise SystemExit(
+            f"{cell}, which says the learning rate, is not there: python scripts/bench_equal.py"
+            f" --base {given.base} --kinds {kind}"
+        )
+    rate = json.loads(cell.read_text())["rate"]
     return bench_equal.trained(one, asked, rate, MINUTES, 0)[0]
 
 

@@ -138,9 +138,6 @@ class HeadsProposer:
         self._order = {tap: sorted(ids.values()).index(place) for tap, place in ids.items()}
         target.register_forward_hook(self._watch, with_kwargs=True)
 
-    def dummy_run(self, *args: object, **kwargs: object) -> None:
-        """Do nothing: the heads need no warm-up."""
-
     def _watch(
         self, _module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> Any:
