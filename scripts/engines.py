@@ -15,6 +15,7 @@ Each result is a file of its own in ``--out``; one that is there is not measured
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,11 @@ from specheads.decoding.result import DecodedRow
 from specheads.measure.clock import prompts_of
 from specheads.measure.identity import first_difference, given_logits
 from specheads.models.base import end_tokens, load_base_model, load_tokenizer
+from specheads.models.checkpoint import HEADS_FILE
+from specheads.models.manifest import load_tensors, save_tensors, write_manifest
 from specheads.models.names import resolve_name
 from specheads.system import hardware
+from specheads.system.files import whole_folder
 
 HERE = Path(__file__).parent / "engines"
 NEAR = 1e-3  # of logits: the margin of a near-tie in float32
@@ -106,7 +110,7 @@ class Case:
         return {"speculative_config": given, **beside}
 
 
-CUSTOM = "custom_class"
+CUSTOM, DFLASH = "custom_class", "dflash"
 CASES = (
     Case("draft", DRAFT, "draft", "draft_model"),
     Case("vllm_medusa", "medusa1", "vllm_medusa", "medusa"),
@@ -116,8 +120,8 @@ CASES = (
     Case("vllm_heads_block", "block", "vllm_heads", CUSTOM),
     Case("eagle3_speculators", "eagle3", "eagle3", "eagle3", ("layout=speculators",)),
     Case("eagle3_native", "eagle3", "eagle3", "eagle3", ("layout=native",)),
-    Case("dflash_speculators", "dflash", "dflash", "dflash", ("layout=speculators",)),
-    Case("dflash_native", "dflash", "dflash", "dflash", ("layout=native",)),
+    Case("dflash_speculators", DFLASH, DFLASH, DFLASH, ("layout=speculators",)),
+    Case("dflash_native", DFLASH, DFLASH, DFLASH, ("layout=native",)),
     Case("suffix", "", "specheads.vllm_proposer.SuffixProposer", CUSTOM, guesses=8),
 )
 
@@ -170,7 +174,27 @@ def export_of(kind: str, given: Settings) -> Path:
             f" --base {given.base} --kinds {kind}"
         )
     rate = json.loads(cell.read_text())["rate"]
-    return bench_equal.trained(one, asked, rate, MINUTES, 0)[0]
+    export, _ = bench_equal.trained(one, asked, rate, MINUTES, 0)
+    return level(export) if kind == DFLASH else export
+
+
+def level(export: Path) -> Path:
+    """Return a copy of block heads whose layers all have the first one's norm of keys.
+
+    vLLM's kernel for the CPU takes the first one's for the context of all layers, where that for
+    GPUs is handed one of each: what a draft says there is otherwise not what was trained.
+    """
+    copy = export.with_name("level")
+    if not copy.is_dir():
+        with whole_folder(copy) as folder:
+            shutil.copytree(export, folder, dirs_exist_ok=True)
+            tensors = load_tensors(folder / HEADS_FILE)
+            norm = "self_attn.k_norm.weight"
+            first = tensors[f"block.layers.0.{norm}"]
+            evened = {n: first.clone() if n.endswith(norm) else t for n, t in tensors.items()}
+            save_tensors(folder / HEADS_FILE, evened, {"format": "pt"})
+            write_manifest(folder)
+    return copy
 
 
 def written(case: Case, export: Path, given: Settings) -> Path:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specheads.attention.tree import Tree
+from specheads.config import HeadsConfig
 from specheads.decoding.result import DecodedRow
+from specheads.models.base import load_base_model, load_tokenizer
+from specheads.models.checkpoint import KINDS as HEADS
+from specheads.models.checkpoint import load_export, origin, save_export
+from specheads.models.output import output_layer
 from tests.script_modules import load_script
 
 engines: Any = load_script("engines")
@@ -68,3 +75,16 @@ def test_accepted_guesses_are_counted_by_their_place() -> None:
     """Positions that are counted from one shift every figure of the table."""
     rows = [DecodedRow(accept_lengths=[3, 1]), DecodedRow(accept_lengths=[2])]
     assert engines.accepted_per_position(rows, 3) == [2, 1, 0]
+
+
+def test_levelled_heads_have_one_norm_and_load(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """A copy that kept its norms, or the old manifest, would fail in vLLM or here."""
+    base = load_base_model(str(tiny_model_dir), dtype="float32")
+    wanted = HeadsConfig("block", {"form": "published"}, 3, 2, "shared")
+    heads = HEADS["block"].from_settings(wanted, base, output_layer(base))
+    heads.layers[1].self_attn["k_norm"].weight.data.fill_(2.0)
+    tree, info = Tree.chain(3), origin(str(tiny_model_dir), {"recipe": "dflash"})
+    save_export(tmp_path / "export", heads, load_tokenizer(str(tiny_model_dir)), tree, info)
+    level: Any = load_export(engines.level(tmp_path / "export")).heads
+    norms = [layer.self_attn["k_norm"].weight for layer in level.layers]
+    assert norms[1].equal(norms[0]) and not norms[1].eq(2.0).any()
