@@ -3,7 +3,8 @@
 ``speculators`` is the layout of the trainer of that name, which vLLM reads: one config for all
 kinds, whose ``speculators_model_type`` says which. ``native`` is that of the methods' first code,
 which SGLang reads: a config per kind, as of a model. Tensors have the same names in both, but for
-EAGLE-3's layer. llama.cpp converts both.
+EAGLE-3's layer. llama.cpp converts both of EAGLE-3 and DSpark, of DFlash the native one, with all
+tokens.
 
 Three numbers are counted otherwise than here, and no engine notices an error in them: ``native``
 DFlash counts tapped layers from 0, as we do, all others the states behind them, one more; ``d2t``
