@@ -3,8 +3,8 @@
 ``speculators`` is the layout of the trainer of that name, which vLLM reads: one config for all
 kinds, whose ``speculators_model_type`` says which. ``native`` is that of the methods' first code,
 which SGLang reads: a config per kind, as of a model. Tensors have the same names in both, but for
-EAGLE-3's layer. llama.cpp converts both of EAGLE-3 and DSpark, of DFlash the native one, with all
-tokens.
+EAGLE-3's layer. llama.cpp's converter takes both of EAGLE-3 and DSpark, and of DFlash the native
+one where the vocabulary is not reduced.
 
 Three numbers are counted otherwise than here, and no engine notices an error in them: ``native``
 DFlash counts tapped layers from 0, as we do, all others the states behind them, one more; ``d2t``
@@ -246,12 +246,13 @@ def serve(kind: str, place: str, base: str, info: dict[str, Any]) -> list[Servin
         about = {"decoding_type": method, "max_draft_len": num, "speculative_model": place}
         tensorrt = serving.tensorrt(base, **about)
     options = f"base.gguf -md draft.gguf --spec-type draft-{kind} --spec-draft-n-max {num}"
+    takes = "; of layout=native, without a reduced vocabulary" if kind == "dflash" else ""
     needs = "; needs vLLM's second model runner (a GPU)" if kind == "dspark" else ""
     return [
         serving.vllm(base, vllm, runs + needs),
         sglang._replace(note="layout=native is what it reads"),
         tensorrt,
-        serving.llama_cpp(options, f"{base} and for {place} (--target-model-dir {base})"),
+        serving.llama_cpp(options, f"{base} and for {place} (--target-model-dir {base}){takes}"),
     ]
 
 
