@@ -1,11 +1,11 @@
 """Every kind of drafter on equal terms: the same base, texts, stored hidden states and minutes.
 
-Each kind is trained for as many minutes, by the pace of a few steps on this machine, with the best
-of three learning rates, which runs of a few minutes choose; the best kinds with three seeds. All
-read one store of hidden states, made once. Chains and trees grown in each step are decoded on a
-quarter of the questions; on them each kind's shape is chosen, the one with the most tokens per
-second. Half of the questions, which no setting was looked at on, is what the clock and the table's
-accept lengths are of.
+Each kind is trained for as many minutes, by the pace of a few steps on this machine, with that of
+three learning rates whose short run is the most accurate on held-out text; the best kinds with
+three seeds. All read one store of hidden states, made once. Chains and trees grown in each step are
+decoded on a quarter of the questions; on them each kind's shape is chosen, the one with the most
+tokens per second. Half of the questions, which no setting was looked at on, is what the clock and
+the table's accept lengths are of.
 
 What is finished lies in a file of its own (``--out``, a cell for each kind and seed) and is not
 made again, so that the script can be stopped and started:
@@ -13,12 +13,20 @@ made again, so that the script can be stopped and started:
     python scripts/bench_equal.py --base smollm2 --train-only
     python scripts/bench_equal.py --base smollm2
     python scripts/bench_equal.py --base tinycode
+
+A GPU trains as many steps as the minutes of another machine hold, if that one's ``*-pace.json`` lie
+in the folder of the runs; copied back, the runs are measured where the pace was clocked:
+
+    python scripts/bench_equal.py --base smollm2 --minutes 100 --count   # accept lengths, no clock
 """
 
 import json
+import operator
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,6 +63,7 @@ PROFILED = 6  # questions on which the parts of a step are clocked
 TEMPERATURES = (0.0, 1.0)
 PROBE = 12  # steps whose pace decides how many fit into the minutes
 DRAFT, LOOKUP = "draft", "prompt_lookup"
+HELD = "heldout/head_0/top1"
 TRAINING = (
     *("optim=muon", "optim.schedule=wsd", "optim.decay_fraction=0.5", "data.rows=8"),
     *("evaluate.num_prompts=2", "evaluate.minutes=0.1", "log.every=1", "log.wandb=disabled"),
@@ -71,7 +80,9 @@ class Settings:
         kinds: only these
         seeds: of the runs
         num_prompts: half of them are reported on, a quarter chooses the shapes
+        minutes: of each training, in place of the base's own
         train_only: measure later, when it is quiet
+        count: decode for accept lengths only, where the clock would say nothing of other machines
         out: folder of the cells
     """
 
@@ -82,7 +93,9 @@ class Settings:
     seeds: tuple[int, ...] = (0,)
     num_prompts: int = 96
     max_new_tokens: int = 64
+    minutes: float = 0
     train_only: bool = False
+    count: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,6 +189,7 @@ def words_of(kind: Kind, base: Base, runs: Path) -> list[str]:
     return [*given, *stored, "autocast=bfloat16"]
 
 
+@cache
 def store(base: Base, runs: Path) -> None:
     """Store the hidden states that all kinds read, unless they are there."""
     readers = [kind for kind in kinds(base) if kind.name not in (DRAFT, "mtp")]
@@ -212,12 +226,23 @@ def trained(
     """Train a kind for some minutes, and say how many steps these were."""
     base, runs = bases()[given.base], given.runs / given.base
     words = words_of(kind, base, runs)
-    probe = runs / f"{kind.name}-probe"
-    harness.train(probe, [*words, f"optim.lr={rate}", f"steps={PROBE}", "optim.warmup_steps=1"])
-    steps = max(PROBE, int(60 * minutes / seconds_per_step(probe)))
-    run = runs / f"{kind.name}-{rate}-{minutes:g}-{seed}"
-    made = harness.train(run, [*words, f"optim.lr={rate}", *harness.training_length(steps, seed)])
-    return made, {"rate": rate, "steps": steps, "minutes": minutes}
+
+    def run(name: str, *length: str) -> Path:
+        folder = runs / name
+        if kind.name != DRAFT and not (folder / "export" / "config.json").is_file():
+            store(base, runs)
+        return harness.train(folder, [*words, f"optim.lr={rate}", *length])
+
+    def clocked() -> float:
+        probe = run(f"{kind.name}-probe", f"steps={PROBE}", "optim.warmup_steps=1")
+        return seconds_per_step(probe.parent)
+
+    # a file of its own, so that another machine can take the steps that this one's minutes hold
+    pace = harness.kept(runs / f"{kind.name}-pace.json", clocked)
+    steps = max(PROBE, int(60 * minutes / pace))
+    name = f"{kind.name}-{rate}-{minutes:g}-{seed}"
+    about = {"rate": rate, "steps": steps, "minutes": minutes}
+    return run(name, *harness.training_length(steps, seed)), about
 
 
 def opened(
@@ -342,30 +367,70 @@ def best(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return max(product, key=lambda name: product[name])
 
 
+def expected(run: Path) -> float:
+    """Return a chain's accept length as a run's held-out accuracies have it, head by head."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    held = next(line for line in reversed(list(lines)) if "heldout/loss" in line or HELD in line)
+    if HELD in held:
+        right = [held[f"heldout/head_{i}/top1"] for i in range(DEPTH)]
+    else:
+        right = [held["heldout/top1"]] * DEPTH  # a draft model says one figure for all places
+    return 1 + sum(accumulate(right, operator.mul))
+
+
+def tried(kind: Kind, given: Settings, rate: str) -> float:
+    """Return what a chain is expected to accept after a short training at a learning rate."""
+
+    def length() -> float:
+        export, _ = trained(kind, given, rate, bases()[given.base].minutes[1], given.seeds[0])
+        return expected(export.parent)
+
+    return harness.kept(given.runs / given.base / f"{kind.name}-rates" / f"{rate}.json", length)
+
+
 def chosen_rate(kind: Kind, given: Settings) -> tuple[str, dict[str, float]]:
-    """Return the learning rate whose short run accepts most, and what each of them gave."""
-    base = bases()[given.base]
-    tried = {}
-    for rate in base.rates[0 if kind.muon else 1]:
-        export, _ = trained(kind, given, rate, base.minutes[1], given.seeds[0])
+    """Return the learning rate whose short run promises most, and what each of them gave."""
+    before = given.out / given.base / f"{kind.name}-0.json"
+    if before.is_file():
+        lengths = json.loads(before.read_text())["tried"]
+    else:
+        rates = bases()[given.base].rates[0 if kind.muon else 1]
+        lengths = {rate: tried(kind, given, rate) for rate in rates}
+    return max(lengths, key=lambda rate: lengths[rate]), lengths
 
-        def length(export: Path = export) -> float:
-            one = opened(kind, export, given, first=True)
-            found = harness.accept_lengths(one.methods(CHAIN), one.prompts, TEMPERATURES)
-            return statistics.mean(of[CHAIN]["accept_length"] for of in found.values())
 
-        tried[rate] = harness.kept(export.parent / "accept_length.json", length)
-    return max(tried, key=lambda rate: tried[rate]), tried
+def final(kind: Kind, given: Settings, seed: int) -> tuple[Path, dict[str, Any]]:
+    """Train a kind for the whole time at its best rate; return the export, and what was tried."""
+    rate, lengths = chosen_rate(kind, given)
+    minutes = given.minutes or bases()[given.base].minutes[0]
+    export, length = trained(kind, given, rate, minutes, seed)
+    began = json.loads((export.parent / "provenance.json").read_text())[0]
+    gpus = began["hardware"]["gpus"]
+    about = {"kind": kind.name, "seed": seed, "tried": lengths, "trained_on": gpus or ["CPU"]}
+    return export, {**about, **length}
+
+
+def counted(kind: Kind, given: Settings, seed: int) -> dict[str, Any]:
+    """Count what a kind accepts, as a chain and as the smallest tree."""
+    export, about = final(kind, given, seed)
+    reported = opened(kind, export, given, first=False)
+    methods = reported.methods(CHAIN, f"tree_{NUM_NODES[0]}")
+    return {**about, "counted": harness.accept_lengths(methods, reported.prompts, TEMPERATURES)}
 
 
 def cell(kind: Kind, given: Settings, seed: int) -> dict[str, Any]:
-    """Measure what was trained of a kind with a seed; the shape is chosen on other questions."""
-    base = bases()[given.base]
-    rate, tried = chosen_rate(kind, given)
-    export, length = trained(kind, given, rate, base.minutes[0], seed)
-    choosing = opened(kind, export, given, first=True)
-    counted = choosing.clocked(choosing.methods())
-    shape = best(counted)
+    """Measure what was trained of a kind with a seed.
+
+    The first seed's shape, chosen on other questions, is that of the others too.
+    """
+    export, about = final(kind, given, seed)
+    before = given.out / given.base / f"{kind.name}-0.json"
+    if before.is_file():
+        shape, chosen_on = json.loads(before.read_text())["shape"], {}
+    else:
+        choosing = opened(kind, export, given, first=True)
+        chosen_on = choosing.clocked(choosing.methods())
+        shape = best(chosen_on)
     reported = opened(kind, export, given, first=False)
     rows = reported.clocked(reported.methods(shape))
     chain = harness.accept_lengths(reported.methods(CHAIN), reported.prompts, TEMPERATURES)
@@ -373,14 +438,11 @@ def cell(kind: Kind, given: Settings, seed: int) -> dict[str, Any]:
     width = load_config(given.base).hidden_size
     stored = {*taps, -1} if taps else set()
     return {
-        "kind": kind.name,
-        "seed": seed,
+        **about,
         "parameters": reported.parameters,
         "bytes_per_token": 2 * len(stored) * width,
-        "tried": tried,
-        **length,
         "shape": shape,
-        "chosen_on": counted,
+        "chosen_on": chosen_on,
         "rows": rows,
         "chain": {heat: figures[CHAIN] for heat, figures in chain.items()},
         "parts_ms": reported.parts(shape),
@@ -396,25 +458,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     hardware.pin_threads(0)
     torch.manual_seed(0)
     beside = given.out / given.base / f"{LOOKUP}.json"
-    if not (given.train_only or beside.is_file()):
+    if not (given.train_only or given.count or beside.is_file()):
         harness.write(beside, harness.report(given, **copied(given)))
-    store(base, given.runs / given.base)
     for kind in kinds(base):
         if given.kinds and kind.name not in given.kinds:
             continue
         for seed in given.seeds:
             if given.train_only:
-                rate, _ = chosen_rate(kind, given)
-                trained(kind, given, rate, base.minutes[0], seed)
+                final(kind, given, seed)
                 continue
             path = given.out / given.base / f"{kind.name}-{seed}.json"
             if not path.is_file():
-                harness.write(path, harness.report(given, **cell(kind, given, seed)))
+                measured = (counted if given.count else cell)(kind, given, seed)
+                harness.write(path, harness.report(given, **measured))
             print(harness.describe(told(json.loads(path.read_text()))), flush=True)
 
 
 def told(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is said of a cell: accept length and speed-up of the shape that was chosen."""
+    if "counted" in found:
+        return {key: found[key] for key in ("kind", "seed", "steps", "rate", "counted")}
     lines: dict[str, Any] = {key: found[key] for key in ("kind", "seed", "shape", "steps", "rate")}
     for heat, rows in found["rows"].items():
         row = next(each for each in rows if each["method"] == found["shape"])

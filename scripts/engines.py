@@ -165,8 +165,6 @@ def export_of(kind: str, given: Settings) -> Path:
     asked = bench_equal.Settings(base=given.base, runs=given.runs)
     (one,) = (each for each in bench_equal.kinds(base) if each.name == kind)
     (given.runs / given.base).mkdir(parents=True, exist_ok=True)
-    if kind not in (DRAFT, "mtp"):
-        bench_equal.store(base, given.runs / given.base)
     cell = asked.out / given.base / f"{kind}-0.json"
     if not cell.is_file():
         raise SystemExit(

@@ -462,16 +462,18 @@ def equal(read: Read, base: str) -> str:
         )
         lengths = (spread([each["accept_length"] for each in of]) for of in (*rows, *chains))
         shape, parts = seeds[0]["shape"].replace("tree_", ""), seeds[0]["parts_ms"]
+        plain = next(row for row in seeds[0]["rows"][HEATS[0]] if row["method"] == "plain")
         lines.append(
             f"{name} | {' | '.join(speeds)} | {shape} | {' | '.join(lengths)}"
+            f" | {1000 / plain['tokens_per_second']:.1f}"
             f" | {cells((parts[part] for part in PARTS), '.1f')} | {rows[0][0]['rep8']:.2f}"
         )
     beside = read(f"equal/{base}/prompt_lookup")["rows"]
     copies = [row for heat in HEATS for row in beside[heat] if row["method"] != "plain"]
     copied = f"{' | '.join(map(speedup, copies))} | | {cells(r['accept_length'] for r in copies)}"
-    copied += f" | | | | | | | {copies[0]['rep8']:.2f}"
+    copied += f" | | | | | | | | {copies[0]['rep8']:.2f}"
     head = "drafter | speed-up T=0 (95%) | T=1 | nodes | accept length T=0 | T=1 | chain T=0 | T=1"
-    head += f" | ms of a step | {' | '.join(PARTS[1:])} | rep8"
+    head += f" | ms of a plain step | of its own | {' | '.join(PARTS[1:])} | rep8"
     return table(head, [*lines, f"prompt lookup, not trained | {copied}"])
 
 
@@ -479,16 +481,17 @@ def equal_training(read: Read, base: str) -> str:
     """Return how every kind was trained: steps in the minutes, learning rates, sizes."""
     lines = []
     for name, seeds in equal_cells(read, base):
-        one = seeds[0]
+        one, where = seeds[0], {on for cell in seeds for on in cell.get("trained_on", ["CPU"])}
         tried = ", ".join(f"{rate}: {length:.2f}" for rate, length in one["tried"].items())
         lines.append(
             f"{name} | {one['steps']:,} | {one['rate']} | {tried} | {one['parameters'] / 1e6:.1f} M"
-            f" | {one['bytes_per_token']:,} | {len(seeds)}"
+            f" | {one['bytes_per_token']:,} | {', '.join(sorted(where))} | {len(seeds)}"
         )
     head = "drafter | steps | learning rate | accept length of each that was tried | parameters"
     minutes = equal_cells(read, base)[0][1][0]["minutes"]
     return (
-        f"{table(f'{head} | stored bytes per token | seeds', lines)}\n\n{minutes:g} minutes each."
+        f"{table(f'{head} | stored bytes per token | trained on | seeds', lines)}"
+        f"\n\n{minutes:g} minutes each."
     )
 
 

@@ -94,6 +94,38 @@ def test_questions_that_choose_are_not_reported_on(monkeypatch: pytest.MonkeyPat
         assert counts == {len(part) // 6}
 
 
+def test_a_learning_rate_is_judged_on_held_out_text(tmp_path: Path) -> None:
+    """Prevents the rate that learned the training text by heart, and figures of an earlier step."""
+    heads = {f"heldout/head_{i}/top1": 0.5 for i in range(equal.DEPTH)}
+    first = {"heldout/head_0/top1": 0.9} | {f"heldout/head_{i}/top1": 0.9 for i in range(1, 5)}
+    lines = [{"train/head_0/top1": 0.99}, first, heads, {"final/accept_length/t0": 9.0}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert equal.expected(tmp_path) == 1 + 0.5 + 0.25 + 0.125 + 0.0625 + 0.03125
+    lines = [{"train/top1": 0.99}, {"heldout/loss": 3.0, "heldout/top1": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert equal.expected(tmp_path) == 1.96875
+
+
+def test_another_machine_trains_as_many_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that clocks its own pace trains a hundred times as long as what it is compared with."""
+    asked: list[list[str]] = []
+
+    def train(run: Path, words: list[str]) -> Path:
+        asked.append(words)
+        return run / "export"
+
+    monkeypatch.setattr(equal.harness, "train", train)
+    monkeypatch.setattr(equal, "store", lambda *a: None)
+    (tmp_path / "tinycode").mkdir()
+    (tmp_path / "tinycode" / "block-pace.json").write_text('{"value": 2.0}')
+    (kind,) = (k for k in equal.kinds(equal.bases()["tinycode"]) if k.name == "block")
+    given = equal.Settings(base="tinycode", runs=tmp_path)
+    _, about = equal.trained(kind, given, "1e-3", 3, 0)
+    assert about["steps"] == 90 and len(asked) == 1 and "steps=90" in asked[0]
+
+
 @pytest.mark.slow
 def test_a_short_comparison_of_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents a script of hours that fails in its last minute, or trains again what is there."""
@@ -114,6 +146,11 @@ def test_a_short_comparison_of_drafters(tmp_path: Path, monkeypatch: pytest.Monk
         assert set(found["rows"]) == {"t0", "t1"} and found["parameters"] > 0
     monkeypatch.setattr(equal, "cell", None)
     equal.main(given)
+    beside = ["--count", "--minutes=0.001", f"--out={tmp_path}/counted", "--kinds", "eagle3"]
+    equal.main([*sizes[:3], f"--runs={tmp_path}/runs", *beside])
+    (counted,) = (tmp_path / "counted" / "tinycode").glob("*.json")
+    found = json.loads(counted.read_text())["counted"]
+    assert {len(of) for of in found.values()} == {2} and set(found) == {"t0", "t1"}
 
 
 def test_the_cost_of_an_anchor_is_measured(tmp_path: Path) -> None:
