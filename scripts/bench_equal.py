@@ -15,9 +15,7 @@ made again, so that the script can be stopped and started:
     python scripts/bench_equal.py --base tinycode
 
 A GPU trains as many steps as the minutes of another machine hold, if that one's ``*-pace.json`` lie
-in the folder of the runs; copied back, the runs are measured where the pace was clocked:
-
-    python scripts/bench_equal.py --base smollm2 --minutes 100 --count   # accept lengths, no clock
+in the folder of the runs; copied back, the runs are measured where the pace was clocked.
 """
 
 import json
@@ -80,9 +78,7 @@ class Settings:
         kinds: only these
         seeds: of the runs
         num_prompts: half of them are reported on, a quarter chooses the shapes
-        minutes: of each training, in place of the base's own
         train_only: measure later, when it is quiet
-        count: decode for accept lengths only, where the clock would say nothing of other machines
         out: folder of the cells
     """
 
@@ -93,9 +89,7 @@ class Settings:
     seeds: tuple[int, ...] = (0,)
     num_prompts: int = 96
     max_new_tokens: int = 64
-    minutes: float = 0
     train_only: bool = False
-    count: bool = False
 
 
 @dataclass(frozen=True)
@@ -388,46 +382,34 @@ def tried(kind: Kind, given: Settings, rate: str) -> float:
     return harness.kept(given.runs / given.base / f"{kind.name}-rates" / f"{rate}.json", length)
 
 
+def first_cell(kind: Kind, given: Settings) -> dict[str, Any]:
+    """Return what was found with the first seed, whose rate and shape all seeds take, if any."""
+    path = given.out / given.base / f"{kind.name}-0.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
 def chosen_rate(kind: Kind, given: Settings) -> tuple[str, dict[str, float]]:
     """Return the learning rate whose short run promises most, and what each of them gave."""
-    before = given.out / given.base / f"{kind.name}-0.json"
-    if before.is_file():
-        lengths = json.loads(before.read_text())["tried"]
-    else:
-        rates = bases()[given.base].rates[0 if kind.muon else 1]
-        lengths = {rate: tried(kind, given, rate) for rate in rates}
+    rates = bases()[given.base].rates[0 if kind.muon else 1]
+    lengths = first_cell(kind, given).get("tried") or {r: tried(kind, given, r) for r in rates}
     return max(lengths, key=lambda rate: lengths[rate]), lengths
 
 
 def final(kind: Kind, given: Settings, seed: int) -> tuple[Path, dict[str, Any]]:
     """Train a kind for the whole time at its best rate; return the export, and what was tried."""
     rate, lengths = chosen_rate(kind, given)
-    minutes = given.minutes or bases()[given.base].minutes[0]
-    export, length = trained(kind, given, rate, minutes, seed)
+    export, length = trained(kind, given, rate, bases()[given.base].minutes[0], seed)
     began = json.loads((export.parent / "provenance.json").read_text())[0]
     gpus = began["hardware"]["gpus"]
     about = {"kind": kind.name, "seed": seed, "tried": lengths, "trained_on": gpus or ["CPU"]}
     return export, {**about, **length}
 
 
-def counted(kind: Kind, given: Settings, seed: int) -> dict[str, Any]:
-    """Count what a kind accepts, as a chain and as the smallest tree."""
-    export, about = final(kind, given, seed)
-    reported = opened(kind, export, given, first=False)
-    methods = reported.methods(CHAIN, f"tree_{NUM_NODES[0]}")
-    return {**about, "counted": harness.accept_lengths(methods, reported.prompts, TEMPERATURES)}
-
-
 def cell(kind: Kind, given: Settings, seed: int) -> dict[str, Any]:
-    """Measure what was trained of a kind with a seed.
-
-    The first seed's shape, chosen on other questions, is that of the others too.
-    """
+    """Measure what was trained of a kind with a seed; its shape was chosen on other questions."""
     export, about = final(kind, given, seed)
-    before = given.out / given.base / f"{kind.name}-0.json"
-    if before.is_file():
-        shape, chosen_on = json.loads(before.read_text())["shape"], {}
-    else:
+    shape, chosen_on = first_cell(kind, given).get("shape"), {}
+    if shape is None:
         choosing = opened(kind, export, given, first=True)
         chosen_on = choosing.clocked(choosing.methods())
         shape = best(chosen_on)
@@ -458,7 +440,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     hardware.pin_threads(0)
     torch.manual_seed(0)
     beside = given.out / given.base / f"{LOOKUP}.json"
-    if not (given.train_only or given.count or beside.is_file()):
+    if not (given.train_only or beside.is_file()):
         harness.write(beside, harness.report(given, **copied(given)))
     for kind in kinds(base):
         if given.kinds and kind.name not in given.kinds:
@@ -469,15 +451,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             path = given.out / given.base / f"{kind.name}-{seed}.json"
             if not path.is_file():
-                measured = (counted if given.count else cell)(kind, given, seed)
-                harness.write(path, harness.report(given, **measured))
+                harness.write(path, harness.report(given, **cell(kind, given, seed)))
             print(harness.describe(told(json.loads(path.read_text()))), flush=True)
 
 
 def told(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is said of a cell: accept length and speed-up of the shape that was chosen."""
-    if "counted" in found:
-        return {key: found[key] for key in ("kind", "seed", "steps", "rate", "counted")}
     lines: dict[str, Any] = {key: found[key] for key in ("kind", "seed", "shape", "steps", "rate")}
     for heat, rows in found["rows"].items():
         row = next(each for each in rows if each["method"] == found["shape"])

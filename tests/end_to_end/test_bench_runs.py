@@ -146,11 +146,6 @@ def test_a_short_comparison_of_drafters(tmp_path: Path, monkeypatch: pytest.Monk
         assert set(found["rows"]) == {"t0", "t1"} and found["parameters"] > 0
     monkeypatch.setattr(equal, "cell", None)
     equal.main(given)
-    beside = ["--count", "--minutes=0.001", f"--out={tmp_path}/counted", "--kinds", "eagle3"]
-    equal.main([*sizes[:3], f"--runs={tmp_path}/runs", *beside])
-    (counted,) = (tmp_path / "counted" / "tinycode").glob("*.json")
-    found = json.loads(counted.read_text())["counted"]
-    assert {len(of) for of in found.values()} == {2} and set(found) == {"t0", "t1"}
 
 
 def test_the_cost_of_an_anchor_is_measured(tmp_path: Path) -> None:
