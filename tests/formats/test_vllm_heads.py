@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from specheads.drafters.contract import Prefill
 from specheads.drafters.heads import HeadsDrafter, static_drafter
 from specheads.models.checkpoint import load_heads, save_export
 from specheads.models.output import FINAL, output_layer, packed_taps
-from specheads.vllm_heads import PAST, UNSEEN, HeadsProposer
+from specheads.vllm_heads import PAST, UNSEEN, HeadsProposer, logger
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.formats.test_vllm_proposer import MAX_LENGTH, Engine, Request, prompts
 from tests.formats.test_vllm_proposer import vllm_config as settings
@@ -256,9 +257,16 @@ def test_a_prompt_that_was_not_read_here(
 
 
 def test_a_pass_that_was_not_seen(
-    base: LlamaForCausalLM, context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    base: LlamaForCausalLM,
+    context: Context,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A CUDA graph replays a pass without its hooks: the step before would be guessed from."""
+    # a command that another test ran in this process has silenced every logger
+    monkeypatch.setattr(logger, "disabled", False)
+    caplog.set_level(logging.WARNING, logger.name)
     proposer, target = loaded(exported(tmp_path / "export", base, "hydra"), base)
     assert ask(proposer, target, context, TEXT, 0)
     longer = [*TEXT, 6]
