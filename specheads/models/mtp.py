@@ -51,6 +51,7 @@ from specheads.models.head_cache import LayerCache, Slots, attention_of, odd_num
 from specheads.models.kinds import Begin, Heads
 from specheads.models.manifest import one_line
 from specheads.models.output import FINAL, TRUNK, OutputLayer, final_norm, layers_of
+from specheads.models.packed import KeptProduct
 from specheads.system.errors import check, one_of
 
 
@@ -213,6 +214,7 @@ class MtpHeads(nn.Module, Heads):
         self.rotary_emb = type(like.rotary_emb)(config=config)
         for module in self.layers.modules():
             like._init_weights(module)
+        self._product = KeptProduct()
         self._checked = False  # whether a LayerCache was seen to compute what the layers do
         # the same masks in forward and backward; without dropout nothing is drawn
         self._draws = any(value for key, value in vars(config).items() if "drop" in key)
@@ -458,11 +460,20 @@ class MtpHeads(nn.Module, Heads):
         self.required(embed)
         self._window()
 
-        def logits(i: int, made: Tensor) -> Tensor:
-            weight = self.output_weight(i, output.weight)
-            return self.finish(F.linear(made.to(weight.dtype), weight), output)
+        @torch.no_grad()
+        def refresh() -> Begin:
+            # nodes are a slice of a level's, which torch would multiply by copying the matrix
+            shared = self._product.of(output.weight) if self.one_matrix else None
 
-        return lambda: partial(MtpWalk, logits)
+            def logits(i: int, made: Tensor) -> Tensor:
+                if shared is not None:
+                    return self.finish(shared(made), output)
+                own = cast(nn.Linear, self.layer(i).lm_head)
+                return self.finish(own(made.to(own.weight.dtype)), output)
+
+            return partial(MtpWalk, logits)
+
+        return refresh
 
     def _window(self) -> int | None:
         """Return how many tokens a layer looks back upon, itself included; None for all."""
