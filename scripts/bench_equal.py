@@ -57,6 +57,7 @@ from specheads.training.teachers import cached_features
 
 CHAIN, NUM_NODES = "chain", (8, 16, 32)
 DEPTH = 5  # of chains, and heads that every kind has
+RESCORED = 4  # questions along which rounding is measured, which takes as long as decoding
 PROFILED = 6  # questions on which the parts of a step are clocked
 TEMPERATURES = (0.0, 1.0)
 PROBE = 12  # steps whose pace decides how many fit into the minutes
@@ -245,7 +246,8 @@ def opened(
     """Load what was trained, and the questions that choose a shape or are reported on."""
     decode = DecodeConfig()
     if kind.name == DRAFT:
-        subject = load_subject(given.base, dtype=dtype)
+        # the heads that smollm2 ships with are no part of this
+        subject = replace(load_subject(given.base, dtype=dtype), export=None)
         decode = replace(decode, drafter="draft", draft=str(export))
     else:
         subject = load_subject(str(export), dtype=dtype)
@@ -342,7 +344,7 @@ class Contender:
         """Clock plain decoding and shapes in turn; return rows of bench.json by temperature."""
         plain = Contest.of(self.subject, self.limit).ours()
         rows = harness.clocked_rows(
-            self.subject.base, [plain, *methods], self.prompts, TEMPERATURES, repeats=1
+            self.subject.base, [plain, *methods], self.prompts, TEMPERATURES, 1, most_texts=RESCORED
         )
         by_heat: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
@@ -410,8 +412,12 @@ def cell(kind: Kind, given: Settings, seed: int) -> dict[str, Any]:
     export, about = final(kind, given, seed)
     shape, chosen_on = first_cell(kind, given).get("shape"), {}
     if shape is None:
-        choosing = opened(kind, export, given, first=True)
-        chosen_on = choosing.clocked(choosing.methods())
+
+        def clocked() -> dict[str, list[dict[str, Any]]]:
+            choosing = opened(kind, export, given, first=True)
+            return choosing.clocked(choosing.methods())
+
+        chosen_on = harness.kept(export.parent / "shapes.json", clocked)
         shape = best(chosen_on)
     reported = opened(kind, export, given, first=False)
     rows = reported.clocked(reported.methods(shape))

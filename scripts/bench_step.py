@@ -53,6 +53,7 @@ VERIFY_LIMIT, GROWTH_LIMIT = 1.05, 1.10
 REST = "rest of the loop"
 FORWARD, HEADS = "base forward", "heads"
 PHASES = (FORWARD, HEADS, "propose", "verify", "accept", "emit", "commit", "observe", "replay")
+PASSES = (FORWARD, "verify", "commit")
 KINDS = ("per_token", "per_step")
 
 
@@ -147,6 +148,8 @@ class Phases:
                     self._open[-1][1] += total
                 if self._step is not None:  # before the first step there is the prefill
                     label = "replay" if name == FORWARD and "accept" in outer else name
+                    if outer[:1] in (["propose"], ["observe"]) and name in PASSES:
+                        label = outer[0]  # a draft model's own
                     self._step[label] += total - inside
 
         return run

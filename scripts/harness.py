@@ -369,6 +369,7 @@ def measure_rows(
     *,
     repeats: int,
     tick: Callable[[], object] = lambda: None,
+    most_texts: int = 0,
 ) -> list[dict[str, Any]]:
     """Clock ``methods`` at one temperature, batch 1; return a row of bench.json for each of them.
 
@@ -379,13 +380,14 @@ def measure_rows(
         temperature: of the sampling.
         repeats: clocked rounds over all prompts.
         tick: called after every decoded prompt.
+        most_texts: along which rounding is measured, to judge texts that differ; 0: all.
     """
     from specheads.measure.bench import make_rows
     from specheads.measure.clock import clock
 
     runs = clock(methods, prompts, temperature, repeats=repeats, tick=tick)
     clocked = {(temperature, 1): runs}
-    rows, _ = make_rows(base, methods, prompts, clocked)
+    rows, _ = make_rows(base, methods, prompts, clocked, most_texts=most_texts)
     return rows
 
 
@@ -421,10 +423,16 @@ def accept_lengths(
 
 
 def clocked_rows(
-    base: Any, methods: Any, prompts: Any, temperatures: Sequence[float], repeats: int
+    base: Any,
+    methods: Any,
+    prompts: Any,
+    temperatures: Sequence[float],
+    repeats: int,
+    most_texts: int = 0,
 ) -> list[dict[str, Any]]:
-    """Return the rows of a bench at several temperatures."""
-    heats = (measure_rows(base, methods, prompts, t, repeats=repeats) for t in temperatures)
+    """Return the rows of a bench at several temperatures, see :func:`measure_rows`."""
+    asked: Any = {"repeats": repeats, "most_texts": most_texts}
+    heats = (measure_rows(base, methods, prompts, t, **asked) for t in temperatures)
     return [row for rows in heats for row in rows]
 
 
