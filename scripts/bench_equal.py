@@ -340,6 +340,19 @@ class Contender:
         found = {key: 1e3 * statistics.median(each[key] for each in parts) for key in parts[0]}
         return {**found, "loop": found["step"] - found["base"] - found["guesses"]}
 
+    def chain(self, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+        """Return a chain's accept lengths by temperature, from ``rows`` where it is among them."""
+        clocked = {
+            heat: {"accept_length": row["accept_length"], "ci95": row["accept_length_ci95"]}
+            for heat, of_heat in rows.items()
+            for row in of_heat
+            if row["method"] == CHAIN
+        }
+        if clocked:
+            return clocked
+        decoded = harness.accept_lengths(self.methods(CHAIN), self.prompts, TEMPERATURES)
+        return {heat: figures[CHAIN] for heat, figures in decoded.items()}
+
     def clocked(self, methods: Sequence[Method]) -> dict[str, list[dict[str, Any]]]:
         """Clock plain decoding and shapes in turn; return rows of bench.json by temperature."""
         plain = Contest.of(self.subject, self.limit).ours()
@@ -421,7 +434,6 @@ def cell(kind: Kind, given: Settings, seed: int) -> dict[str, Any]:
         shape = best(chosen_on)
     reported = opened(kind, export, given, first=False)
     rows = reported.clocked(reported.methods(shape))
-    chain = harness.accept_lengths(reported.methods(CHAIN), reported.prompts, TEMPERATURES)
     taps = read_config(export).get("form", {}).get("taps", [-1]) if kind.name != DRAFT else []
     width = load_config(given.base).hidden_size
     stored = {*taps, -1} if taps else set()
@@ -432,7 +444,7 @@ def cell(kind: Kind, given: Settings, seed: int) -> dict[str, Any]:
         "shape": shape,
         "chosen_on": chosen_on,
         "rows": rows,
-        "chain": {heat: figures[CHAIN] for heat, figures in chain.items()},
+        "chain": reported.chain(rows),
         "parts_ms": reported.parts(shape),
     }
 

@@ -94,6 +94,20 @@ def test_questions_that_choose_are_not_reported_on(monkeypatch: pytest.MonkeyPat
         assert counts == {len(part) // 6}
 
 
+def test_heads_that_a_base_ships_with_are_no_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row of the draft model would be of the heads that ``smollm2`` names, and look fine."""
+    ships = exported.Subject(Any, Any, export=Any)  # type: ignore[arg-type]
+    monkeypatch.setattr(equal, "load_subject", lambda *a, **k: ships)
+    monkeypatch.setattr(equal, "questions", lambda *a, **k: [])
+    kinds = {kind.name: kind for kind in equal.kinds(equal.bases()["smollm2"])}
+    opened = {
+        name: equal.opened(kinds[name], Path("made"), equal.Settings(), first=True)
+        for name in (equal.DRAFT, "block")
+    }
+    assert opened[equal.DRAFT].subject.export is None and opened["block"].subject.export
+    assert opened[equal.DRAFT].decode.draft == "made" and opened["block"].decode.draft == ""
+
+
 def test_a_learning_rate_is_judged_on_held_out_text(tmp_path: Path) -> None:
     """Prevents the rate that learned the training text by heart, and figures of an earlier step."""
     heads = {f"heldout/head_{i}/top1": 0.5 for i in range(equal.DEPTH)}

@@ -160,6 +160,21 @@ def test_phases_add_up_to_their_step(
         assert 0.9 * step["step"] < phased <= step["step"]
 
 
+def test_a_draft_models_passes_are_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model that grows a tree verifies with its own passes: the base's would look slow."""
+    clock = iter(range(100))
+    monkeypatch.setattr(bench_step, "now", lambda device: next(clock))
+    phases = bench_step.Phases(torch.device("cpu"))
+    verify = phases.timed("verify", lambda: next(clock))
+    propose = phases.timed("propose", verify)
+    for _ in range(2):
+        propose()
+        verify()
+    (step,) = phases.steps
+    # a pass takes two looks and its own second, a proposal a look on either side of one
+    assert (step["propose"], step["verify"]) == (4, 2)
+
+
 def export(folder: Path, base: str) -> Path:
     """Write the part of an export that is looked at."""
     folder.mkdir(parents=True)
