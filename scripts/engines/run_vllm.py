@@ -2,9 +2,10 @@
 
     python run_vllm.py job.json out.json
 
-The job names the model, its prompts as token ids, the batches, and what else ``LLM`` is told. What
-comes out: vLLM's version, and per batch the texts, the verify steps and accepted guesses per
-position, and the seconds. ``scripts/engines.py`` writes the one and reads the other.
+The job names the model, its prompts as token ids, the batches, requests that come and go, and what
+else ``LLM`` is told. What comes out: vLLM's version, per batch the texts, the verify steps and
+accepted guesses per position and the seconds, and the texts of the requests. ``scripts/engines.py``
+writes the one and reads the other.
 """
 
 import json
@@ -47,6 +48,36 @@ def answered(llm: Any, prompts: Sequence[Sequence[int]], batch: int, limit: int)
     return {"texts": texts, "steps": steps, "accepted": accepted, "seconds": seconds}
 
 
+def coming_and_going(
+    llm: Any, prompts: Sequence[Sequence[int]], requests: Sequence[dict[str, int]]
+) -> list[list[int]]:
+    """Answer requests that join at a step of the engine; some are aborted behind some tokens."""
+    from vllm import SamplingParams
+
+    engine, step, joined = llm.llm_engine, 0, 0
+    texts: list[list[int]] = [[] for _ in requests]
+    running: set[int] = set()
+    while running or joined < len(requests):
+        while joined < len(requests) and (not running or requests[joined]["step"] <= step):
+            one = requests[joined]
+            greedy = SamplingParams(temperature=0, max_tokens=one["limit"])
+            ids = {"prompt_token_ids": prompts[one["prompt"]]}
+            engine.add_request(str(joined), ids, greedy)
+            running.add(joined)
+            joined += 1
+        found = engine.step()
+        for output in found:
+            number = int(output.request_id.split("-")[0])
+            texts[number] = list(output.outputs[0].token_ids)
+            if output.finished:
+                running.discard(number)
+            elif 0 < requests[number]["abort"] <= len(texts[number]):
+                engine.abort_request([output.request_id])
+                running.discard(number)
+        step += 1
+    return texts
+
+
 def main() -> None:
     """Load, answer, write."""
     import vllm
@@ -63,7 +94,9 @@ def main() -> None:
     runs = {
         str(batch): answered(llm, job["prompts"], batch, job["limit"]) for batch in job["batches"]
     }
-    out.write_text(json.dumps({"version": vllm.__version__, "runs": runs}))
+    asked = job["requests"]
+    requests = {"asked": asked, "texts": coming_and_going(llm, job["prompts"], asked)}
+    out.write_text(json.dumps({"version": vllm.__version__, "runs": runs, "requests": requests}))
 
 
 if __name__ == "__main__":

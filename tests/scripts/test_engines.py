@@ -17,6 +17,7 @@ from specheads.models.output import output_layer
 from tests.script_modules import load_script
 
 engines: Any = load_script("engines")
+run_llamacpp: Any = load_script("run_llamacpp")
 
 TEXTS = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 1, 1]]
 STEPS = [2, 1, 2, 2]
@@ -68,7 +69,11 @@ def test_an_engine_that_writes_otherwise_with_speculation_fails(where: str) -> N
     """An engine whose verification is wrong serves texts that its model would not write."""
     theirs = run()
     theirs["runs"]["1" if where == "alone" else "16"]["texts"] = [*TEXTS[:3], [1, 1, 2]]
-    assert "texts differ from its own without speculation" in said(theirs)["failed"]
+    problem = {
+        "alone": "texts differ from its own without speculation",
+        "together": "texts of 16 together differ from those of one alone",
+    }
+    assert problem[where] in said(theirs)["failed"]
 
 
 def test_accepted_guesses_are_counted_by_their_place() -> None:
@@ -77,14 +82,71 @@ def test_accepted_guesses_are_counted_by_their_place() -> None:
     assert engines.accepted_per_position(rows, 3) == [2, 1, 0]
 
 
+def test_a_base_in_four_bits_is_held_to_our_shares() -> None:
+    """Rounding makes other texts there, and heads that read the wrong layer would pass for it."""
+    own = {"texts": TEXTS, "steps": [25] * 4, "accepted": [50, 20]}
+    theirs = run([[*text, 0] for text in TEXTS], steps=[50] * 4)
+    for accepted, fails in (([103, 45], False), ([110, 45], True)):
+        theirs["runs"]["1"]["accepted"] = accepted
+        found = said(theirs, own, plain=run([[*text, 0] for text in TEXTS]), exact=False)
+        assert bool(found["failed"]) == fails
+
+
+def test_requests_that_come_and_go_get_their_texts() -> None:
+    """A request that got its neighbour's text, or half of its own, is a wrong answer."""
+    asked = [
+        {"prompt": 0, "limit": 2, "step": 0, "abort": 0},
+        {"prompt": 3, "limit": 3, "step": 0, "abort": 2},
+        {"prompt": 1, "limit": 9, "step": 4, "abort": 7},  # the text ends before it is aborted
+    ]
+    right = [[1, 2], [1, 1, 1], [4, 5, 6]]
+    assert engines.as_asked(right, asked, TEXTS) == 3
+    for number, text in ((0, [1]), (0, [1, 2, 3]), (0, [1, 3]), (1, [1]), (1, [7, 8]), (2, [4, 5])):
+        assert engines.as_asked([*right[:number], text, *right[number + 1 :]], asked, TEXTS) == 2
+    drawn = engines.requests(48, 64)
+    assert len(drawn) == engines.REQUESTS and 20 < sum(each["abort"] > 0 for each in drawn) < 60
+
+
+def test_steps_are_read_from_the_log() -> None:
+    """Guesses behind a text's end, and steps without guesses, are counted by one side alone."""
+    log = (
+        "slot update_slots: id  0 | task 7 | accepted  2/ 5 draft tokens\n"
+        "slot update_slots: id  0 | task 11 | accepted  0/ 5 draft tokens\n"
+        "slot update_slots: id  0 | task 7 | accepted  4/ 5 draft tokens\n"
+        "slot update_slots: id  0 | task 11 | accepted  1/ 2 draft tokens\n"
+    )
+    # seven tokens, of which the prompt's pass gave one; a last step of one token without guesses
+    assert run_llamacpp.lengths_of(log, [[0] * 7, [0] * 5]) == [[3, 3], [1, 2, 1]]
+    assert run_llamacpp.lengths_of("", [[0] * 3, [0]]) == [[1, 1], []]
+    with pytest.raises(ValueError, match="steps of 2 texts, expected 1"):
+        run_llamacpp.lengths_of(log, [[0] * 7])
+
+
+def exported(folder: Path, tiny_model_dir: Path, wanted: HeadsConfig) -> Any:
+    """Save block heads that were not trained; return them."""
+    base = load_base_model(str(tiny_model_dir), dtype="float32")
+    heads = HEADS["block"].from_settings(wanted, base, output_layer(base))
+    tree, info = Tree.chain(3), origin(str(tiny_model_dir), {"recipe": "dflash"})
+    save_export(folder, heads, load_tokenizer(str(tiny_model_dir)), tree, info)
+    return heads
+
+
+def test_widened_heads_guess_among_all_tokens(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """llama.cpp is given all tokens; a copy with fewer would be another draft than ours."""
+    wanted = HeadsConfig("block", {"form": "published"}, 3, 2, "shared_pruned", num_kept=100)
+    exported(tmp_path / "export", tiny_model_dir, wanted)
+    wide: Any = load_export(engines.widened(tmp_path / "export")).heads
+    assert wide.num_outputs == wide.vocab_size and wide.token_map is None
+
+
 def test_levelled_heads_have_one_norm_and_load(tiny_model_dir: Path, tmp_path: Path) -> None:
     """A copy that kept its norms, or the old manifest, would fail in vLLM or here."""
-    base = load_base_model(str(tiny_model_dir), dtype="float32")
     wanted = HeadsConfig("block", {"form": "published"}, 3, 2, "shared")
-    heads = HEADS["block"].from_settings(wanted, base, output_layer(base))
+    heads = exported(tmp_path / "first", tiny_model_dir, wanted)
     heads.layers[1].self_attn["k_norm"].weight.data.fill_(2.0)
-    tree, info = Tree.chain(3), origin(str(tiny_model_dir), {"recipe": "dflash"})
-    save_export(tmp_path / "export", heads, load_tokenizer(str(tiny_model_dir)), tree, info)
+    info = origin(str(tiny_model_dir), {"recipe": "dflash"})
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    save_export(tmp_path / "export", heads, tokenizer, Tree.chain(3), info)
     level: Any = load_export(engines.level(tmp_path / "export")).heads
     norms = [layer.self_attn["k_norm"].weight for layer in level.layers]
     assert norms[1].equal(norms[0]) and not norms[1].eq(2.0).any()
