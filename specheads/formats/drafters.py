@@ -224,8 +224,9 @@ def _config(
         "num_target_layers": base.config.get_text_config().num_hidden_layers,
     }
     if eagle:
+        # SGLang reads the ids inside, llama.cpp outside, and guesses what is not there
         ids = {"eagle_aux_hidden_state_layer_ids": behind, "use_aux_hidden_state": True}
-        return {**config, **own, "eagle_config": {**ids, **own}}
+        return {**config, **own, **ids, "eagle_config": {**ids, **own}}
     if kind == "dspark":
         return {**config, **own, "target_layer_ids": list(form.taps)}
     mask = own.pop("mask_token_id")

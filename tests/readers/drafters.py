@@ -86,7 +86,9 @@ class Eagle3(Drafter):
 
     def logits(self, ids: list[int], states: list[Tensor], at: int, steps: int) -> list[Tensor]:
         """Return the logits of each step behind position ``at``, told the text's own tokens."""
-        config, w = {**self.config, **self.config.get("eagle_config", {})}, self.w
+        config, w = self.config, self.w
+        # some engines read the keys of eagle_config inside it, some outside
+        assert config.get("eagle_config", {}).items() <= config.items()
         taps = self.taps(states, config["eagle_aux_hidden_state_layer_ids"])
         layer = "layers.0." if SPECULATORS in config else "midlayer."
         # vLLM sizes fc by this number, which in speculators' layout it believes to be 3 without
