@@ -11,6 +11,8 @@ token, without padding. Packed documents do not see each other, so the numbers o
 on its own tokens alone and serve any order, row length and mask of labels. Shards are written whole
 or not at all, so an interrupted run goes on where it was. They are read mapped into memory.
 
+Hidden states may also come from an engine that ran the base elsewhere: :class:`EngineStates`.
+
 Shapes: B T batch, n tokens of one document, d hidden size, k stored tokens, V vocabulary.
 """
 
@@ -43,12 +45,13 @@ from specheads.losses.fused import rows_at_once
 from specheads.models.base import input_device
 from specheads.models.forward import undisturbed
 from specheads.models.names import base_digest
-from specheads.models.output import FINAL, OutputLayer, packed_taps
+from specheads.models.output import FINAL, OutputLayer, final_norm, layers_behind, packed_taps
 from specheads.system.errors import refuse
 from specheads.system.files import locked, whole_file
 
 Corpus = Sequence[Encoded]
 INDEX = "index.json"
+ENGINE = "engine.json"  # says what an engine's hidden states are of that lie beside it
 # of the numbers in one shard, which is held in memory while it fills; one document may have more
 SHARD_BYTES = 256 << 20
 _FREE_MARGIN = 1 << 20  # bytes that a file system needs beside the files themselves
@@ -312,6 +315,111 @@ def _documents_digest(documents: Corpus) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class EngineStates:
+    """Hidden states that an engine wrote, from which a feature cache is made.
+
+    vLLM's ``ExampleHiddenStatesConnector`` writes a safetensors file for each text: ``token_ids``
+    [n] and ``hidden_states`` [n, layers, d], what the base's layers put out before the final norm.
+
+    Attributes:
+        folder: holds ``engine.json`` and, in ``states``, the files.
+        computation: the engine, its version and its dtype.
+        layers: of each of the states the number of layers behind which it is, from 1 on.
+        files: by digest of their token ids.
+    """
+
+    folder: Path
+    computation: str
+    layers: tuple[int, ...]
+    files: dict[str, Path]
+
+    @staticmethod
+    def found(folder: Path, base_model: str) -> EngineStates | None:
+        """Return what lies in the folder of a feature cache, or None.
+
+        Args:
+            folder: the cache's folder.
+            base_model: digest of the base model, see :func:`computed_by`.
+
+        Raises:
+            ConfigError: if it is of another base model, or a file of it is damaged.
+        """
+        path = folder / ENGINE
+        if not path.is_file():
+            return None
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+            computation, digest = str(about["computation"]), str(about["base model"])
+            layers = tuple(int(each) for each in about["layers"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise _not_written(path, repr(error)) from None
+        if digest != base_model:
+            raise ConfigError(
+                f"{path}: hidden states of the base model {digest:.80}, this run's is"
+                f" {base_model:.80}; name another features.dir, or write them of this base"
+            )
+        files = {}
+        for file in sorted((folder / "states").glob("*.safetensors")):
+            with _readable(file) as opened:
+                files[ids_digest(opened.get_tensor("token_ids").numpy())] = file
+        return EngineStates(folder, computation, layers, files)
+
+    def of(self, document: Encoded, taps: Sequence[str], base: PreTrainedModel) -> Tensor:
+        """Return the hidden states [n, taps * d] of a document.
+
+        Args:
+            document: what was read, token by token.
+            taps: which hidden states, see :func:`specheads.models.output.capture_hidden`.
+            base: its final norm makes the final states of the last layer's.
+
+        Raises:
+            ConfigError: if they are not there, or are none of this base.
+        """
+        file = self.files.get(ids_digest(document.input_ids))
+        again = "; run scripts/engine_features.py again with this run's settings"
+        if file is None:
+            tokens = f"{len(document.input_ids)} tokens of record {document.id}"
+            raise ConfigError(f"{self.folder}: no file holds the states of the {tokens}{again}")
+        behind = layers_behind(base, taps)
+        if missing := set(behind) - set(self.layers):
+            raise ConfigError(
+                f"{self.folder / ENGINE}: the states behind layer {min(missing)} are not among"
+                f" those behind {list(self.layers)}{again}"
+            )
+        with _readable(file) as opened:
+            states = opened.get_tensor("hidden_states")  # [n, layers, d]
+        norm, size = final_norm(base), base.config.get_text_config().hidden_size
+        shape = (len(document.input_ids), len(self.layers), size)
+        if tuple(states.shape) != shape:
+            found = f"hidden_states is {list(states.shape)}, expected {list(shape)}"
+            raise _not_written(file, found)
+        weight = next(norm.parameters())
+        states = states.to(weight.device, weight.dtype)
+        parts = [states[:, self.layers.index(place)] for place in behind]
+        parts = [norm(x) if tap == FINAL else x for tap, x in zip(taps, parts, strict=True)]
+        return torch.cat(parts, dim=-1)
+
+
+def _not_written(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"{path} is damaged: {why}; let the engine write it again")
+
+
+def ids_digest(ids: Any) -> str:
+    """Return a digest of token ids [n]."""
+    return hashlib.sha256(np.ascontiguousarray(ids, dtype=np.int32).data).hexdigest()
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[Any]:
+    """Open an engine's file."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise _not_written(path, str(error)) from None
+
+
 @torch.no_grad()
 def write_cache(
     plan: Plan,
@@ -319,6 +427,7 @@ def write_cache(
     base: PreTrainedModel | None,
     shape: tuple[int, int],
     *,
+    engine: EngineStates | None = None,
     output: OutputLayer | None = None,
     autocast: bool = False,
     tell: Callable[[float], object] = lambda share: None,
@@ -334,6 +443,7 @@ def write_cache(
             teacher what the records bring along.
         shape: rows per pass, and tokens per row as in training, so that the numbers are those of
             training.
+        engine: takes for a feature cache what an engine wrote.
         output: the base's output layer; only a stored teacher needs it.
         autocast: run under bfloat16 autocast, as in training.
         tell: told at the start, and after every document which share is done.
@@ -366,11 +476,13 @@ def write_cache(
                     name: torch.empty(shard.tokens, *per_token, dtype=dtype)
                     for name, (dtype, per_token) in plan.tensors.items()
                 }
-                numbers = (
-                    enumerate(_told(document, plan) for document in inside)
-                    if base is None
-                    else _computed(inside, base, shape, plan, output, autocast)
-                )
+                numbers: Iterator[tuple[int, dict[str, Tensor]]]
+                if base is None:
+                    numbers = enumerate(_told(document, plan) for document in inside)
+                elif engine is not None:
+                    numbers = enumerate(_written(x, plan, engine, base) for x in inside)
+                else:
+                    numbers = _computed(inside, base, shape, plan, output, autocast)
                 for i, found in numbers:
                     for name, values in found.items():
                         tensors[name][starts[i] : starts[i + 1]] = values
@@ -439,6 +551,15 @@ def _likely(states: Tensor, output: OutputLayer, plan: Plan, autocast: bool) -> 
 def _check_finite(numbers: Tensor, what: str, document: Encoded) -> None:
     if not bool(numbers.isfinite().all()):
         raise RunError(f"the base model's {what} of record {document.id} are not finite")
+
+
+def _written(
+    document: Encoded, plan: Plan, engine: EngineStates, base: PreTrainedModel
+) -> dict[str, Tensor]:
+    """Return what an engine wrote of a document."""
+    states = engine.of(document, plan.taps, base)
+    _check_finite(states, "hidden states", document)
+    return _quantised(states.cpu(), plan)
 
 
 def _told(document: Encoded, plan: Plan) -> dict[str, Tensor]:

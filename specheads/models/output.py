@@ -99,6 +99,21 @@ def _numbered_layer(model: PreTrainedModel, tap: str) -> nn.Module:
     return layers[int(number)]
 
 
+def layers_behind(model: PreTrainedModel, taps: Sequence[str]) -> list[int]:
+    """Return of each tap the number of layers that its hidden states have gone through.
+
+    Engines count so; behind the last layer ``FINAL`` is what the final norm makes of it.
+
+    Raises:
+        ValueError: as :func:`capture_hidden`.
+    """
+    last = len(layers_of(model))
+    places = {FINAL: last, TRUNK: last - 1} | {f"{LAYER}{i}": i + 1 for i in range(last)}
+    if unknown := set(taps) - places.keys():
+        raise ValueError(f"tap {min(unknown)!r} is none of {type(model).__name__}'s {last} layers")
+    return [places[tap] for tap in taps]
+
+
 def final_norm(model: PreTrainedModel) -> nn.Module:
     """Return the norm behind the decoder's layers.
 

@@ -53,7 +53,8 @@ def cached_features(
 ) -> tuple[Batches, list[Batch], list[str]]:
     """Return batches and held-out rows with the base's hidden states, if ``features.dir`` is set.
 
-    What is missing in the cache is written. A dry run writes nothing: its batches have zeros. With
+    What is missing in the cache is written: by the base, or from what an engine wrote into the
+    folder (``scripts/engine_features.py``). A dry run writes nothing: its batches have zeros. With
     the states at ``taps`` lie the final ones, which are what the base's own tokens come from.
 
     Returns:
@@ -72,6 +73,9 @@ def cached_features(
     autocast, folder = cfg.autocast == "bfloat16", Path(cfg.features.dir).expanduser()
     sample = _sample(base, autocast=autocast)
     made_of = teacher_cache.computed_by(cfg.model, cfg.autocast)
+    engine = teacher_cache.EngineStates.found(folder, made_of["base model"])
+    if engine is not None:
+        made_of["computation"] = engine.computation
     numbers: dict[str, Any] = {"hidden_size": sample.shape[-1], "given_as": sample.dtype}
     of_rows = [document for batch in heldout for row in batch["documents"] for document in row]
     places = [(folder, batches.documents), *([(folder / "heldout", of_rows)] if of_rows else [])]
@@ -82,7 +86,8 @@ def cached_features(
     said = f"{plans[0].describe()}{more}; {teacher_cache.still_missing(*plans)}"
     if cfg.dry_run:
         passes = batches.rows_per_epoch / cfg.data.rows
-        filling = f"time to fill it: {clock(passes * seconds_per_pass(base, batches))}"
+        seconds = 0.0 if engine else passes * seconds_per_pass(base, batches)
+        filling = f"time to fill it: {clock(seconds)}"
         size = len(stored) * sample.shape[-1]
         return without_features(batches, size, base.dtype), heldout, [said, filling]
     log.say(said)
@@ -90,7 +95,9 @@ def cached_features(
     shape = batches.rows, batches.seq_len
     for plan, (_, documents) in zip(plans, places, strict=True):
         tell = partial(log.doing, "storing hidden states")
-        teacher_cache.write_cache(plan, documents, base, shape, autocast=autocast, tell=tell)
+        teacher_cache.write_cache(
+            plan, documents, base, shape, engine=engine, autocast=autocast, tell=tell
+        )
         caches.append(teacher_cache.TeacherCache(plan))
     count, filled = itertools.count(), []
     for batch in heldout if of_rows else []:

@@ -1,0 +1,71 @@
+"""Let vLLM write the hidden states of texts; runs in an environment of vLLM's own.
+
+    python states_vllm.py job.json
+
+``scripts/engine_features.py`` writes the job. Every text's file is moved to its place when vLLM has
+finished it.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+AT_ONCE = 64  # texts between two moves of files
+
+
+def loaded(job: dict[str, Any], path: str) -> Any:
+    """Load the base with the connector that writes hidden states."""
+    import vllm
+
+    longest = max(len(ids) for ids in job["texts"].values())
+    layers = {"eagle_aux_hidden_state_layer_ids": job["about"]["layers"]}
+    return vllm.LLM(
+        job["model"],
+        dtype=job["dtype"],
+        max_model_len=longest + 1,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=max(2048, longest + 1),
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": layers},
+        },
+        kv_transfer_config={
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": path},
+        },
+        **job["options"],
+    )
+
+
+def main() -> None:
+    """Run the texts."""
+    import vllm
+
+    job = json.loads(Path(sys.argv[1]).read_text())
+    states, engine = Path(job["folder"]), Path(job["engine"])
+    states.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=states.parent) as written:
+        llm, one = loaded(job, written), vllm.SamplingParams(max_tokens=1, temperature=0)
+        dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
+        about = {**job["about"], "computation": f"vLLM {vllm.__version__}, {dtype}"}
+        before = json.loads(engine.read_text()) if engine.is_file() else about
+        if before != about:
+            raise SystemExit(f"{engine}: {before} was written there; this is {about}")
+        engine.write_text(json.dumps(about))
+        names = list(job["texts"])
+        for first in range(0, len(names), AT_ONCE):
+            some = names[first : first + AT_ONCE]
+            asked = [{"prompt_token_ids": job["texts"][name]} for name in some]
+            for name, found in zip(some, llm.generate(asked, one, use_tqdm=False), strict=True):
+                file = Path(found.kv_transfer_params["hidden_states_path"])
+                file.replace(states / f"{name}.safetensors")
+            print(f"{first + len(some):,} of {len(names):,}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
