@@ -18,7 +18,7 @@ from zipfile import ZipFile
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -318,6 +318,12 @@ class _Weights:
         return np.ascontiguousarray(values, dtype="<f4")
 
 
+_BYTEWISE: dict[str, Any] = {
+    **{"unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": ""},
+    **{"fuse_unk": False, "byte_fallback": False},
+}
+
+
 def _save_tokenizer(opened: _Opened, made: Any, folder: Path) -> None:
     """Write the tokenizer that transformers makes of a file, with the tokens of the file alone.
 
@@ -326,6 +332,13 @@ def _save_tokenizer(opened: _Opened, made: Any, folder: Path) -> None:
     about, tokens = opened.metadata, opened.metadata["tokenizer.ggml.tokens"]
     state = json.loads(made.backend_tokenizer.to_str())
     state["added_tokens"] = [each for each in state["added_tokens"] if each["id"] < len(tokens)]
+    if about.get("tokenizer.ggml.model") == "gpt2":
+        # transformers 5.17 adds parts for SentencePiece's models, which change no token here: but
+        # the digest, by which records say of which tokenizer their ids are
+        state["model"] |= _BYTEWISE
+        state["decoder"] = json.loads(decoders.ByteLevel().__getstate__())
+        if state["normalizer"] == {"type": "Sequence", "normalizers": []}:
+            state["normalizer"] = None
     backend = Tokenizer.from_str(json.dumps(state))
     if about.get("tokenizer.ggml.pre") in _DIGITS_ALONE:
         bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from zipfile import ZipFile
 
 import pytest
 import regex
 import torch
+from tokenizers import Tokenizer, decoders, normalizers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specheads.decoding.loop import decode, plain_decode
@@ -121,6 +124,30 @@ def test_tokens_are_those_of_the_vocabulary(tmp_path: Path, architecture: str) -
     prompt = torch.tensor([tokenizer("the cat sat on the cat sat").input_ids])
     plain = plain_decode(base, prompt, max_new_tokens=24)
     assert decode(base, SuffixDrafter(), prompt, max_new_tokens=24).new_tokens == plain.new_tokens
+
+
+def test_a_tokenizer_is_the_same_file_with_every_transformers(tmp_path: Path) -> None:
+    """Records name their tokenizer by its digest: of another file their ids are not taken.
+
+    Their texts are then encoded anew, and an answer that was cut teaches to end there. Two versions
+    of transformers differ in parts that change no token.
+    """
+    file = tmp_path / "model.gguf"
+    gguf_files.write(file, "llama", gguf_files.build("llama"))
+    made = load_tokenizer(str(file))
+    state = json.loads(made.backend_tokenizer.to_str())
+    state["model"] |= {"fuse_unk": True, "byte_fallback": True, "continuing_subword_prefix": None}
+    backend = Tokenizer.from_str(json.dumps(state))
+    backend.normalizer = normalizers.Sequence([])
+    parts = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")]
+    backend.decoder = decoders.Sequence([*parts, decoders.ByteLevel()])
+    other = SimpleNamespace(
+        backend_tokenizer=backend, chat_template=made.chat_template,
+        add_bos_token=made.add_bos_token, add_eos_token=made.add_eos_token,
+    )  # fmt: skip
+    gguf._save_tokenizer(gguf._Opened(file), other, tmp_path / "again")
+    found = (tmp_path / "again" / "tokenizer.json").read_bytes()
+    assert found == (Path(resolve_name(str(file))) / "tokenizer.json").read_bytes()
 
 
 def test_the_same_file_gives_the_same_bytes_and_one_conversion(
