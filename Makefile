@@ -24,7 +24,7 @@ help:
 	@echo "make bench-real        measure all figures on SmolLM2 again (90 minutes at most)"
 	@echo "                       all of these but real go on where they were stopped with BENCH=--resume"
 	@echo "make test-real         the tests that need SmolLM2"
-	@echo "make test-engines      let vLLM decode what we export, beside our own decoding; installs it (5 GB)"
+	@echo "make test-engines      let engines decode what we export, beside our own decoding; installs them (8 GB)"
 	@echo "make docs              the pages as a site in build/site, links checked"
 	@echo "make lint              ruff and mypy"
 

@@ -13,7 +13,8 @@ agree are others.
 Every engine has an environment of its own in ``.engines``, made from scripts/engines/NAME.txt, and
 runs in a process of its own, scripts/engines/run_NAME.py. llama.cpp gets GGUF files, by its own
 converter: in float32, and the base in the 4 bits that it is published in, where rounding is another
-and accepted guesses alone are compared. It cannot read the tokenizer of tinycode.
+and accepted guesses alone are compared. It cannot read the tokenizer of tinycode. OpenVINO gets
+what optimum-intel makes of our folders, in float32.
 
 Each result is a file of its own in ``--out``; one that is there is not measured again.
 """
@@ -56,7 +57,7 @@ from specheads.system.files import whole_file, whole_folder
 
 HERE = Path(__file__).parent / "engines"
 NEAR = 1e-3  # of logits: the margin of a near-tie in float32
-CONFIG = "config.json"
+CONFIG, TAPS = "config.json", "eagle_aux_hidden_state_layer_ids"
 ROUNDED = 0.04  # between the shares of accepted guesses of a 4-bit base there and here
 MINUTES = 3.0
 PORT, PATIENCE = 8178, 600.0  # of a server that is started, and seconds for it to start
@@ -109,6 +110,7 @@ class Case:
         method: the engine's.
         words: for the export.
         guesses: in a step.
+        tree: branches of a node and depth of the tree that the engine grows, if it grows one.
     """
 
     name: str
@@ -117,6 +119,7 @@ class Case:
     method: str
     words: tuple[str, ...] = ()
     guesses: int = DEPTH
+    tree: tuple[int, int] | None = None
 
 
 NATIVE, SPECULATORS = ("layout=native",), ("layout=speculators",)
@@ -337,7 +340,71 @@ class LlamaCppFourBits(LlamaCpp):
         return str(found)
 
 
-ENGINES: tuple[type[Engine], ...] = (Vllm, LlamaCpp, LlamaCppFourBits)
+class OpenVino(Engine):
+    """OpenVINO GenAI, whose models optimum-intel makes of what we export."""
+
+    name, title, where = "openvino", "OpenVINO GenAI", "openvino"
+    cases = (
+        Case("draft", DRAFT, "draft", DRAFT),
+        Case("eagle3_native", EAGLE3, EAGLE3, EAGLE3, NATIVE),
+        Case("eagle3_tree", EAGLE3, EAGLE3, EAGLE3, NATIVE, 16, (4, DEPTH)),
+        Case("dflash_native", DFLASH, DFLASH, DFLASH, NATIVE),
+    )
+
+    def converted(self, folder: Path) -> Path:
+        """Return a folder's model as OpenVINO reads it, in float32."""
+        target = Path(resolve_name(self.given.base))
+        kept = self.given.runs / self.given.base / "written" / self.where
+        path = kept / f"{'base' if folder == target else folder.name}-ir"
+        if not path.is_dir():
+            command = self.place / "bin" / "optimum-cli"
+            words = ["export", "openvino", "--model", str(folder), "--weight-format", "fp32"]
+            taps = json.loads((folder / CONFIG).read_text()).get(TAPS)
+            # of drafts it loads classes of its own by the road of remote code; ours bring none
+            words += ["--trust-remote-code"] if taps or "dflash" in folder.name else []
+            with whole_folder(path) as fresh:
+                subprocess.run(
+                    [str(command), *words, "--task", "text-generation-with-past", str(fresh)],
+                    env=environ_of(self),
+                    check=True,
+                )
+                for file in self.converted(target).glob("*tokenizer.*") if taps else ():
+                    shutil.copy(file, fresh)
+                if taps:  # else it taps three layers of its own choice, and counts them otherwise
+                    xml = fresh / "openvino_model.xml"
+                    mode, layers = (
+                        '<eagle3_mode value="True" />',
+                        " ".join(str(t - 1) for t in taps),
+                    )
+                    said = f'{mode}<hidden_layers_list value="{layers}" />'
+                    xml.write_text(xml.read_text().replace(mode, said))
+        return path
+
+    def base(self) -> str:
+        """Return the base in float32."""
+        return str(self.converted(Path(resolve_name(self.given.base))))
+
+    def drafter(self, case: Case, export: Path) -> tuple[Path, Path]:
+        """Return the export that our own decoding reads for a case, and what the engine does.
+
+        A DFlash draft gets the base's output matrix there, all of it.
+        """
+        export, folder = super().drafter(case, widened(export) if case.kind == DFLASH else export)
+        return export, self.converted(folder)
+
+    def options(self, case: Case | None, folder: Path) -> dict[str, Any]:
+        """Return what the runner tells the pipeline."""
+        told: dict[str, Any] = {"threads": 1, "draft": "", "config": {}, "alone": False}
+        if case is not None:
+            config = {"num_assistant_tokens": case.guesses}
+            if case.tree:
+                config |= dict(zip(("branching_factor", "tree_depth"), case.tree, strict=True))
+            # it drafts blocks for one text at a time
+            told |= {"draft": str(folder), "config": config, "alone": case.kind == DFLASH}
+        return told
+
+
+ENGINES: tuple[type[Engine], ...] = (Vllm, OpenVino, LlamaCpp, LlamaCppFourBits)
 
 
 def export_of(kind: str, given: Settings) -> Path:
@@ -478,7 +545,7 @@ def engine_run(
         "requests": requests(len(prompts), given.max_new_tokens),
     }
     job.write_text(json.dumps(asked))
-    environ = {**os.environ, **engine.environ, "PYTHONPATH": str(harness.ROOT)}
+    environ = environ_of(engine)
     with said.open("w") as log:
         done = subprocess.run(
             [python, HERE / f"run_{engine.where}.py", job, out], env=environ, check=False,
@@ -490,6 +557,11 @@ def engine_run(
         ended = f"{engine.title} ended with {done.returncode}"
         raise harness.NotRun(f"{ended}: {told[-1].strip():.300}")
     return json.loads(out.read_text())
+
+
+def environ_of(engine: Engine) -> dict[str, str]:
+    """Return the environment of a runner's process."""
+    return {**os.environ, **engine.environ, "PYTHONPATH": str(harness.ROOT)}
 
 
 def requests(num_prompts: int, limit: int) -> list[dict[str, int]]:
@@ -677,7 +749,7 @@ class Bench:
         engine, given, folder, own = self.engine, self.engine.given, Path(), None
         if export is not None:
             export, folder = engine.drafter(case, export)
-            own = ours(case, export, self.prompts, given)
+            own = None if case.tree else ours(case, export, self.prompts, given)
         theirs = engine_run(engine, case, folder, self.prompts)
         found = judged(theirs, own, self.plain, self.expected, given.most, exact=engine.exact)
         if engine.exact:

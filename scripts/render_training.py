@@ -510,11 +510,11 @@ def equal_kinds(read: Read, base: str) -> str:
     return table(f"T | drafter | {' | '.join(f'`{kind}`' for kind in kinds)}", lines)
 
 
-def engines(read: Read, base: str, *formats: str) -> str:
+def engines(read: Read, base: str, engine: str, *formats: str) -> str:
     """Return what an engine made of our exports, beside our own chain."""
     lines, machine = [], {}
     for name in formats:
-        found = read(f"engines/{base}/vllm_{name}")
+        found = read(f"engines/{base}/{engine}_{name}")
         machine = found["environment"]
         if "steps" not in found:
             lines.append(f"`{name}` | {found['failed'][0]} | | | | | |")
@@ -530,8 +530,10 @@ def engines(read: Read, base: str, *formats: str) -> str:
         )
     head = "format | texts as without speculation | as transformers' | 16 together as alone"
     head += " | verify steps | ours | guesses accepted per step and position | ours"
+    dtype = "4 bits" if engine.endswith("q4_1") else "float32"
     return (
-        f"{table(head, lines)}\n\nvLLM {found['version']}, float32, {machine['processor']},"
+        f"{table(head, lines)}\n\n{found['engine']} {found['version']}, {dtype},"
+        f" {machine['processor']},"
         f" {machine['date']}; {found['compared']} prompts of {base},"
         f" {found['settings']['max_new_tokens']} new tokens, greedy."
     )

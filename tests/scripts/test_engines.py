@@ -18,6 +18,7 @@ from tests.script_modules import load_script
 
 engines: Any = load_script("engines")
 run_llamacpp: Any = load_script("run_llamacpp")
+run_openvino: Any = load_script("run_openvino")
 
 TEXTS = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 1, 1]]
 STEPS = [2, 1, 2, 2]
@@ -150,3 +151,10 @@ def test_levelled_heads_have_one_norm_and_load(tiny_model_dir: Path, tmp_path: P
     level: Any = load_export(engines.level(tmp_path / "export")).heads
     norms = [layer.self_attn["k_norm"].weight for layer in level.layers]
     assert norms[1].equal(norms[0]) and not norms[1].eq(2.0).any()
+
+
+def test_passes_of_openvino_are_steps_up_to_the_end_of_a_text() -> None:
+    """What it accepts behind an end would stand beside a chain that stops there."""
+    assert run_openvino.lengths_of([1, 3, 1, 6], list(range(8))) == [3, 1, 3]
+    assert run_openvino.lengths_of([1, 7, 5], list(range(8))) == [7]
+    assert run_openvino.lengths_of([1], [258]) == []
