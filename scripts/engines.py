@@ -32,6 +32,7 @@ import tarfile
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ NATIVE, SPECULATORS = ("layout=native",), ("layout=speculators",)
 CUSTOM, DFLASH, DSPARK, EAGLE3 = "custom_class", "dflash", "dspark", "eagle3"
 
 
-class Engine:
+class Engine(ABC):
     """An engine in an environment of its own: what it loads, and what it is told.
 
     Attributes:
@@ -171,6 +172,7 @@ class Engine:
         (found,) = self.place.glob("lib/python*/site-packages")
         return found
 
+    @abstractmethod
     def complete(self) -> None:
         """Do to a new environment what pip does not."""
 
@@ -188,9 +190,9 @@ class Engine:
                 raise SystemExit(f"{case.name}: {export} was not written as {case.form}")
         return export, folder
 
+    @abstractmethod
     def options(self, case: Case | None, folder: Path) -> dict[str, Any]:
         """Return what its runner is told of a case, or of plain decoding."""
-        raise NotImplementedError
 
 
 class Vllm(Engine):
@@ -351,6 +353,9 @@ class OpenVino(Engine):
         Case("dflash_native", DFLASH, DFLASH, DFLASH, NATIVE),
     )
 
+    def complete(self) -> None:
+        """Leave the environment as pip made it."""
+
     def converted(self, folder: Path) -> Path:
         """Return a folder's model as OpenVINO reads it, in float32."""
         target = Path(resolve_name(self.given.base))
@@ -359,9 +364,10 @@ class OpenVino(Engine):
         if not path.is_dir():
             command = self.place / "bin" / "optimum-cli"
             words = ["export", "openvino", "--model", str(folder), "--weight-format", "fp32"]
-            taps = json.loads((folder / CONFIG).read_text()).get(TAPS)
+            about = json.loads((folder / CONFIG).read_text())
+            taps = about.get(TAPS)
             # of drafts it loads classes of its own by the road of remote code; ours bring none
-            words += ["--trust-remote-code"] if taps or "dflash" in folder.name else []
+            words += ["--trust-remote-code"] if taps or "dflash_config" in about else []
             with whole_folder(path) as fresh:
                 subprocess.run(
                     [str(command), *words, "--task", "text-generation-with-past", str(fresh)],

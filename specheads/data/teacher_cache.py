@@ -26,6 +26,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -326,13 +327,20 @@ class EngineStates:
         folder: holds ``engine.json`` and, in ``states``, the files.
         computation: the engine, its version and its dtype.
         layers: of each of the states the number of layers behind which it is, from 1 on.
-        files: by digest of their token ids.
     """
 
     folder: Path
     computation: str
     layers: tuple[int, ...]
-    files: dict[str, Path]
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """The files by digest of their token ids; looked at when a cache is written from them."""
+        found = {}
+        for file in sorted((self.folder / "states").glob("*.safetensors")):
+            with _readable(file) as opened:
+                found[ids_digest(opened.get_tensor("token_ids").numpy())] = file
+        return found
 
     @staticmethod
     def found(folder: Path, base_model: str) -> EngineStates | None:
@@ -343,7 +351,7 @@ class EngineStates:
             base_model: digest of the base model, see :func:`computed_by`.
 
         Raises:
-            ConfigError: if it is of another base model, or a file of it is damaged.
+            ConfigError: if it is of another base model, or damaged.
         """
         path = folder / ENGINE
         if not path.is_file():
@@ -359,11 +367,7 @@ class EngineStates:
                 f"{path}: hidden states of the base model {digest:.80}, this run's is"
                 f" {base_model:.80}; name another features.dir, or write them of this base"
             )
-        files = {}
-        for file in sorted((folder / "states").glob("*.safetensors")):
-            with _readable(file) as opened:
-                files[ids_digest(opened.get_tensor("token_ids").numpy())] = file
-        return EngineStates(folder, computation, layers, files)
+        return EngineStates(folder, computation, layers)
 
     def of(self, document: Encoded, taps: Sequence[str], base: PreTrainedModel) -> Tensor:
         """Return the hidden states [n, taps * d] of a document.
