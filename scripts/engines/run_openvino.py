@@ -23,8 +23,9 @@ def loaded(job: Mapping[str, Any], batch: int) -> Any:
     told = job["options"]
     asked = openvino_genai.SchedulerConfig()
     asked.cache_size, asked.max_num_seqs, asked.enable_prefix_caching = 1, batch, False
-    exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    given: dict[str, Any] = {**exact, "INFERENCE_NUM_THREADS": told["threads"]}
+    names = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")
+    given: dict[str, Any] = dict.fromkeys(names, told["precision"])
+    given["INFERENCE_NUM_THREADS"] = told["threads"]
     if told["draft"]:
         given["draft_model"] = openvino_genai.draft_model(told["draft"], "CPU", **given)
     return openvino_genai.ContinuousBatchingPipeline(job["model"], asked, "CPU", given)
