@@ -29,7 +29,7 @@ from engines import DFLASH, EAGLE3, Case, Engine
 
 import specheads
 from specheads.config import DecodeConfig
-from specheads.decoding.exported import choose_drafter, draft_model, load_subject
+from specheads.decoding.exported import choose_drafter, draft_model, load_subject, model_of
 from specheads.measure.bench import LOOKUP_NGRAM, LOOKUP_TOKENS, Contest
 from specheads.measure.clock import Method, Prompt, make_batches
 from specheads.system import hardware
@@ -46,27 +46,16 @@ BLOCK_NODES = 8  # of the tree that the comparison chose for block heads on both
 
 
 @dataclass
-class Settings:
-    """What is clocked.
+class Settings(engines.Asked):
+    """What is clocked; transformers and specheads count as engines here.
 
     Attributes:
-        base: tinycode or smollm2
-        only: engines, all if empty: the names of engines.py, and transformers and specheads
-        num_prompts: over all kinds
         rounds: of every way
-        runs: folder of trainings and written formats
-        environments: folder of the engines
-        out: folder of the result
     """
 
     base: Literal["tinycode", "smollm2"] = "smollm2"
-    only: tuple[str, ...] = ()
     num_prompts: int = 16
-    max_new_tokens: int = 64
     rounds: int = 3
-    runs: Path = harness.ROOT / "runs" / "equal"
-    environments: Path = harness.ROOT / ".engines"
-    out: Path = harness.ROOT / "benchmarks" / "engines"
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,8 @@ class Way:
 
 def of_engine(engine: Engine, prompts: Sequence[Sequence[int]]) -> Iterator[Way]:
     """Yield plain decoding and formats of an engine; trains and writes what is not there."""
-    cases = [case for case in engine.cases if case.name in CLOCKED[engine.name]]
+    wanted = engine.given.only or CLOCKED[engine.name]
+    cases = [case for case in engine.cases if case.name in wanted]
     every: list[Case | None] = [None, *cases]
     for case in every:
         folder = Path()
@@ -113,7 +103,7 @@ def here(method: Method, prompts: Sequence[Prompt], version: str) -> dict[str, A
     return {"version": version, "runs": runs}
 
 
-def of_ours(given: engines.Settings, prompts: Sequence[Prompt]) -> Iterator[Way]:
+def of_ours(given: Settings, prompts: Sequence[Prompt]) -> Iterator[Way]:
     """Yield the ways of transformers and specheads."""
 
     @cache
@@ -123,12 +113,16 @@ def of_ours(given: engines.Settings, prompts: Sequence[Prompt]) -> Iterator[Way]
 
     def drafted(name: str) -> Method:
         subject, contest = plain()
-        decode = DecodeConfig(drafter=name, draft=str(engines.export_of(DRAFT, given)))
-        decode = replace(decode, draft_tokens=DEPTH)
-        if name == "assistant":
-            return contest.assisted(draft_model(subject, decode), DEPTH)  # type: ignore[arg-type]
-        chosen = choose_drafter(subject, decode)
+        export = str(engines.export_of(DRAFT, given)) if name == DRAFT else ""
+        chosen = choose_drafter(
+            subject, DecodeConfig(drafter=name, draft=export, draft_tokens=DEPTH)
+        )
         return contest.ours(name, chosen.drafter, chosen.num_nodes)
+
+    def assisted() -> Method:
+        subject, contest = plain()
+        decode = DecodeConfig(draft=str(engines.export_of(DRAFT, given)))
+        return contest.assisted(model_of(draft_model(subject, decode)), DEPTH)
 
     def heads(kind: str) -> Method:
         subject = load_subject(str(engines.export_of(kind, given)), dtype="bfloat16")
@@ -139,12 +133,12 @@ def of_ours(given: engines.Settings, prompts: Sequence[Prompt]) -> Iterator[Way]
     ways: dict[str, dict[str, Callable[[], Method]]] = {
         "transformers": {
             PLAIN: lambda: plain()[1].generate(),
-            "draft": lambda: drafted("assistant"),
+            DRAFT: assisted,
             "prompt_lookup": lambda: plain()[1].lookup(LOOKUP_TOKENS, LOOKUP_NGRAM),
         },
         "specheads": {
             PLAIN: lambda: plain()[1].ours(),
-            "draft": lambda: drafted("draft"),
+            DRAFT: lambda: drafted(DRAFT),
             "suffix": lambda: drafted("suffix"),
             "eagle3": lambda: heads(EAGLE3),
             "dflash": lambda: heads(DFLASH),
@@ -193,18 +187,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = harness.parse(Settings, argv)
     hardware.pin_threads(0)
     torch.manual_seed(0)
-    asked = engines.Settings(
-        base=given.base, num_prompts=given.num_prompts, max_new_tokens=given.max_new_tokens,
-        runs=given.runs, environments=given.environments,
-    )  # fmt: skip
-    ids = engines.asked_of(asked)
+    ids = engines.asked_of(given)
     prompts = [Prompt(str(number), "", torch.tensor([each])) for number, each in enumerate(ids)]
-    ways = [way for way in of_ours(asked, prompts) if not given.only or way.engine in given.only]
+    ways = list(of_ours(given, prompts))
     for kind in engines.ENGINES:
-        if given.base in kind.bases and (not given.only or kind.name in given.only):
-            engine = kind(asked, timed=True)
+        if given.base in kind.bases and (not given.engines or kind.name in given.engines):
+            engine = kind(given, timed=True)
             engine.install()
             ways += of_engine(engine, ids)
+    ways = [way for way in ways if not given.engines or way.engine in given.engines]
+    ways = [way for way in ways if not given.only or way.name in (PLAIN, *given.only)]
     kept = given.runs / given.base / f"clocked-{given.num_prompts}-{given.max_new_tokens}"
     found: dict[tuple[str, str], list[Any]] = {(way.engine, way.name): [] for way in ways}
     for number in range(given.rounds):

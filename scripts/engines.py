@@ -75,17 +75,14 @@ CONVERTER = (  # llama.cpp's sources, in no wheel
 
 
 @dataclass
-class Settings:
-    """What is run.
+class Asked:
+    """What engines are asked, and where all that they need is.
 
     Attributes:
         base: tinycode or smollm2
         engines: all that take the base, if empty
         only: formats, all if empty
         num_prompts: 0: 48 of tinycode, 12 of SmolLM2
-        most: texts that may differ from transformers' at near-ties
-        serve: start the commands that are printed for two formats, and ask them over HTTP
-        train_only: make the exports, run no engine
         runs: folder of trainings and written formats
         environments: folder of the engines
         out: folder of the results
@@ -96,12 +93,24 @@ class Settings:
     only: tuple[str, ...] = ()
     num_prompts: int = 0
     max_new_tokens: int = 64
-    most: int = 3
-    serve: bool = False
-    train_only: bool = False
     runs: Path = harness.ROOT / "runs" / "equal"
     environments: Path = harness.ROOT / ".engines"
     out: Path = harness.ROOT / "benchmarks" / "engines"
+
+
+@dataclass
+class Settings(Asked):
+    """What is run.
+
+    Attributes:
+        most: texts that may differ from transformers' at near-ties
+        serve: start the commands that are printed for two formats, and ask them over HTTP
+        train_only: make the exports, run no engine
+    """
+
+    most: int = 3
+    serve: bool = False
+    train_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,7 +163,7 @@ class Engine(ABC):
     over_http: ClassVar[tuple[str, ...]] = ()
     environ: ClassVar[dict[str, str]] = {"HF_HUB_OFFLINE": "1"}
 
-    def __init__(self, given: Settings, *, timed: bool = False) -> None:
+    def __init__(self, given: Asked, *, timed: bool = False) -> None:
         """Name what is run.
 
         Args:
@@ -341,16 +350,8 @@ class LlamaCpp(Engine):
                 raise harness.NotRun("cmake and a C++ compiler, which build llama.cpp, are missing")
             flags = [f"-D{each}" for each in BUILT_WITH]
             subprocess.run(["cmake", "-S", sources, "-B", built, *flags], check=True)
-            making = [
-                "cmake",
-                "--build",
-                built,
-                "--target",
-                program.name,
-                "-j",
-                str(os.cpu_count()),
-            ]
-            subprocess.run(making, check=True)
+            making = ["cmake", "--build", str(built), "--target", program.name]
+            subprocess.run([*making, "-j", str(os.cpu_count())], check=True)
         return str(program)
 
     def drafter(self, case: Case, export: Path) -> tuple[Path, Path]:
@@ -458,7 +459,7 @@ class OpenVino(Engine):
 ENGINES: tuple[type[Engine], ...] = (Vllm, OpenVino, LlamaCpp, LlamaCppFourBits)
 
 
-def export_of(kind: str, given: Settings) -> Path:
+def export_of(kind: str, given: Asked) -> Path:
     """Train a kind for some minutes, unless it is there; return the export.
 
     Raises:
@@ -509,7 +510,7 @@ def widened(export: Path) -> Path:
     return copy
 
 
-def asked_of(given: Settings) -> list[list[int]]:
+def asked_of(given: Asked) -> list[list[int]]:
     """Return the prompts' token ids."""
     count = given.num_prompts or (48 if given.base == "tinycode" else 12)
     model = load_base_model(given.base, dtype="float32", device="cpu")
@@ -524,7 +525,7 @@ def accepted_per_position(rows: Sequence[DecodedRow], guesses: int) -> list[int]
     return [sum(length > place + 1 for length in lengths) for place in range(guesses)]
 
 
-def ours(case: Case, export: Path, prompts: Sequence[Sequence[int]], given: Settings) -> Any:
+def ours(case: Case, export: Path, prompts: Sequence[Sequence[int]], given: Asked) -> Any:
     """Return texts, steps and accepted guesses of our chain in float32."""
     base = bench_equal.bases()[given.base]
     (kind,) = (each for each in bench_equal.kinds(base) if each.name == case.kind)
@@ -547,7 +548,7 @@ def ours(case: Case, export: Path, prompts: Sequence[Sequence[int]], given: Sett
 
 
 @torch.inference_mode()
-def transformers_texts(prompts: Sequence[Sequence[int]], given: Settings) -> list[list[int]]:
+def transformers_texts(prompts: Sequence[Sequence[int]], given: Asked) -> list[list[int]]:
     """Return the greedy texts of transformers' generate in float32."""
     model = load_base_model(given.base, dtype="float32", device="cpu")
     ends = end_tokens(model, load_tokenizer(given.base))
@@ -566,7 +567,7 @@ def margins(
     prompts: Sequence[Sequence[int]],
     texts: Sequence[Sequence[int]],
     expected: Sequence[Sequence[int]],
-    given: Settings,
+    given: Asked,
 ) -> list[float]:
     """Return, of texts that differ, how far the base's two best tokens are apart where they do."""
     model, found = None, []
@@ -777,21 +778,23 @@ class Bench:
 
     Attributes:
         engine: that answers.
+        given: the settings.
         prompts: token ids.
         expected: transformers' texts.
         plain: the engine's own without speculation.
     """
 
     engine: Engine
+    given: Settings
     prompts: list[list[int]]
     expected: list[list[int]]
     plain: Mapping[str, Any]
 
     @staticmethod
-    def open(engine: Engine) -> "Bench":
+    def open(engine: Engine, given: Settings) -> "Bench":
         """Install an engine, and let it and transformers answer plainly, unless they did."""
         engine.install()
-        given, prompts = engine.given, asked_of(engine.given)
+        prompts = asked_of(given)
         work = given.runs / given.base / f"plain-{len(prompts)}-{given.max_new_tokens}"
         expected = harness.kept(
             work / "transformers.json", lambda: transformers_texts(prompts, given)
@@ -799,11 +802,11 @@ class Bench:
         plain = harness.kept(
             work / f"{engine.name}.json", lambda: engine_run(engine, None, Path(), prompts)
         )
-        return Bench(engine, prompts, expected, plain)
+        return Bench(engine, given, prompts, expected, plain)
 
     def measured(self, case: Case, export: Path | None) -> dict[str, Any]:
         """Return what is said of a format."""
-        engine, given, folder, own = self.engine, self.engine.given, Path(), None
+        engine, given, folder, own = self.engine, self.given, Path(), None
         if export is not None:
             export, folder = engine.drafter(case, export)
             if case.method and not case.tree:
@@ -819,7 +822,7 @@ class Bench:
 
     def served(self, case: Case, export: Path | None) -> dict[str, Any]:
         """Return what a printed command gives over HTTP, beside the same without speculation."""
-        engine, given, prompts = self.engine, self.engine.given, self.prompts
+        engine, given, prompts = self.engine, self.given, self.prompts
         assert export is not None
         words = printed(engine.drafter(case, export)[1])
         work = given.runs / given.base / f"plain-{len(prompts)}-{given.max_new_tokens}"
@@ -852,13 +855,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         trained = dict.fromkeys(case.kind for case in chosen if case.kind)
         exports = {name: export_of(name, given) for name in trained}
         if chosen and not given.train_only:
-            failed |= held(Bench.open(kind(given)), chosen, exports)
+            failed |= held(Bench.open(kind(given), given), chosen, exports)
     return int(failed)
 
 
 def held(bench: Bench, cases: Sequence[Case], exports: Mapping[str, Path]) -> bool:
     """Let an engine decode with some formats, each result kept; return whether one failed."""
-    engine, given, failed = bench.engine, bench.engine.given, False
+    engine, given, failed = bench.engine, bench.given, False
     measure = bench.served if given.serve else bench.measured
     for case in cases:
         name = f"{engine.name}_{'serve_' * given.serve}{case.name}"

@@ -16,6 +16,7 @@ from specheads.models.checkpoint import load_export, origin, save_export
 from specheads.models.output import output_layer
 from tests.script_modules import load_script
 
+bench_engines: Any = load_script("bench_engines")
 engines: Any = load_script("engines")
 run_llamacpp: Any = load_script("run_llamacpp")
 run_openvino: Any = load_script("run_openvino")
@@ -158,3 +159,20 @@ def test_passes_of_openvino_are_steps_up_to_the_end_of_a_text() -> None:
     assert run_openvino.lengths_of([1, 3, 1, 6], list(range(8))) == [3, 1, 3]
     assert run_openvino.lengths_of([1, 7, 5], list(range(8))) == [7]
     assert run_openvino.lengths_of([1], [258]) == []
+
+
+def test_gains_of_engines_are_of_the_same_round() -> None:
+    """Rounds of a machine that slows down, divided across, make a gain of nothing."""
+    alone, way = TEXTS, bench_engines.Way("vllm", "vLLM", "draft", dict)
+
+    def round_of(seconds: float, texts: list[list[int]] = alone) -> dict[str, Any]:
+        one = {"texts": texts, "seconds": [seconds] * len(texts)}
+        return {"version": "0", "runs": {"1": one, "16": one}}
+
+    shorter = [*alone[:3], [1, 1]]  # a text that differs is shorter here, and gives fewer tokens
+    mine, plain = [round_of(t, shorter) for t in (1.0, 4.0)], [round_of(t) for t in (2.0, 8.0)]
+    row = bench_engines.row_of(way, mine, plain)["batch_1"]
+    gain = 2 * 11 / 12
+    assert row["gain"] == pytest.approx({"median": gain, "min": gain, "max": gain})
+    assert row["tokens_per_second"]["max"] == pytest.approx(11 / 4)
+    assert row["texts_as_plain"] == 3
