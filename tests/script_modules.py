@@ -19,13 +19,20 @@ def load_script(name: str) -> ModuleType:
 
 def options_of(script: str) -> set[str]:
     """Return the options of a script: fields of its settings, and what it gives to argparse."""
+    path = ROOT / script
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    said = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    return said | {f"--{field.replace('_', '-')}" for field in fields_of(path, "Settings")}
+
+
+def fields_of(path: Path, name: str) -> set[str]:
+    """Return the fields of a class of a script, and of those that it extends."""
     found = set()
-    harness = ROOT / "scripts" / "harness.py"
-    for path in (ROOT / script, harness):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and node.name in ("Settings", "PartsSettings"):
-                fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
-                found |= {f"--{ast.unparse(field).replace('_', '-')}" for field in fields}
-            elif isinstance(node, ast.Constant) and path != harness:
-                found.add(str(node.value))
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            own = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+            found |= {ast.unparse(field) for field in own}
+            for extended in map(ast.unparse, node.bases):
+                module, _, its_name = extended.rpartition(".")
+                found |= fields_of(path.with_name(f"{module}.py") if module else path, its_name)
     return found
