@@ -80,10 +80,13 @@ bench-full: $(STAMP)
 
 # Engines in environments of their own, gigabytes; results that are there are kept.
 engine-exports: $(STAMP)
-	$(BIN)/python scripts/engines.py --train-only $(ENGINES)
+	$(BIN)/python scripts/engines.py --base tinycode --train-only $(ENGINES)
+	$(BIN)/python scripts/engines.py --base smollm2 --train-only $(ENGINES)
 
-test-engines: $(STAMP)
-	$(BIN)/python scripts/engines.py $(ENGINES)
+test-engines: engine-exports
+	$(BIN)/python scripts/engines.py --base tinycode $(ENGINES)
+	$(BIN)/python scripts/engines.py --base smollm2 $(ENGINES)
+	$(BIN)/python scripts/render.py
 
 bench-real: $(STAMP)
 	$(BIN)/python scripts/bench_real.py $(BENCH)

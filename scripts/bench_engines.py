@@ -78,7 +78,8 @@ class Way:
 def of_engine(engine: Engine, prompts: Sequence[Sequence[int]]) -> Iterator[Way]:
     """Yield plain decoding and formats of an engine; trains and writes what is not there."""
     wanted = engine.given.only or CLOCKED[engine.name]
-    cases = [case for case in engine.cases if case.name in wanted]
+    base = engine.given.base
+    cases = [case for case in engine.cases if case.name in wanted and base in case.bases]
     every: list[Case | None] = [None, *cases]
     for case in every:
         folder = Path()

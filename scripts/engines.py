@@ -1,6 +1,6 @@
 """Let engines decode what we export, and hold them to our own decoding: ``make test-engines``.
 
-    python scripts/engines.py --train-only     # the exports, a few minutes of training each
+    python scripts/engines.py --train-only     # the exports, minutes of training each
     python scripts/engines.py --base tinycode
     python scripts/engines.py --base smollm2 --engines llamacpp_f32
 
@@ -16,11 +16,13 @@ converter: in float32, and the base in the 4 bits that it is published in, where
 and accepted guesses alone are compared. It cannot read the tokenizer of tinycode. OpenVINO gets
 what optimum-intel makes of our folders, in float32.
 
-Each result is a file of its own in ``--out``; one that is there is not measured again.
+Each result is a file of its own in the folder of the runs, which is not measured again, and in
+``--out``.
 """
 
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import shlex
@@ -34,9 +36,11 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -64,7 +68,6 @@ BUILT_WITH = (
     *("CMAKE_BUILD_TYPE=Release", "LLAMA_OPENSSL=OFF", "LLAMA_BUILD_TESTS=OFF"),
     *("LLAMA_BUILD_EXAMPLES=OFF", "LLAMA_BUILD_APP=OFF", "LLAMA_USE_PREBUILT_UI=OFF"),
 )
-MINUTES = 3.0
 PORT, PATIENCE = 8178, 600.0  # of a server that is started, and seconds for it to start
 REQUESTS, ABORTED = 200, 0.2  # that come and go, and the share of them that is aborted
 CONVERTER = (  # llama.cpp's sources, in no wheel
@@ -85,7 +88,7 @@ class Asked:
         num_prompts: 0: 48 of tinycode, 12 of SmolLM2
         runs: folder of trainings and written formats
         environments: folder of the engines
-        out: folder of the results
+        out: folder of what is said
     """
 
     base: Literal["tinycode", "smollm2"] = "tinycode"
@@ -125,6 +128,7 @@ class Case:
         words: for the export.
         guesses: in a step.
         tree: branches of a node and depth of the tree that the engine grows, if it grows one.
+        bases: for which the engine takes it.
     """
 
     name: str
@@ -134,6 +138,7 @@ class Case:
     words: tuple[str, ...] = ()
     guesses: int = DEPTH
     tree: tuple[int, int] | None = None
+    bases: tuple[str, ...] = ("tinycode", "smollm2")
 
 
 NATIVE, SPECULATORS = ("layout=native",), ("layout=speculators",)
@@ -392,8 +397,9 @@ class OpenVino(Engine):
     name, title, where = "openvino", "OpenVINO GenAI", "openvino"
     cases = (
         Case("draft", DRAFT, "draft", DRAFT),
-        Case("eagle3_native", EAGLE3, EAGLE3, EAGLE3, NATIVE),
-        Case("eagle3_tree", EAGLE3, EAGLE3, EAGLE3, NATIVE, 16, (4, DEPTH)),
+        # of three hidden states, where the heads of tinycode read one
+        Case("eagle3_native", EAGLE3, EAGLE3, EAGLE3, NATIVE, bases=("smollm2",)),
+        Case("eagle3_tree", EAGLE3, EAGLE3, EAGLE3, NATIVE, 16, (4, DEPTH), ("smollm2",)),
         Case("dflash_native", DFLASH, DFLASH, DFLASH, NATIVE),
     )
 
@@ -460,7 +466,7 @@ ENGINES: tuple[type[Engine], ...] = (Vllm, OpenVino, LlamaCpp, LlamaCppFourBits)
 
 
 def export_of(kind: str, given: Asked) -> Path:
-    """Train a kind for some minutes, unless it is there; return the export.
+    """Return a run of the comparison of all kinds (bench_equal.py), trained unless one is there.
 
     Raises:
         SystemExit: if no learning rate of the kind was found on this base yet.
@@ -468,7 +474,8 @@ def export_of(kind: str, given: Asked) -> Path:
     base = bench_equal.bases()[given.base]
     asked = bench_equal.Settings(base=given.base, runs=given.runs)
     (one,) = (each for each in bench_equal.kinds(base) if each.name == kind)
-    (given.runs / given.base).mkdir(parents=True, exist_ok=True)
+    runs = given.runs / given.base
+    runs.mkdir(parents=True, exist_ok=True)
     cell = asked.out / given.base / f"{kind}-0.json"
     if not cell.is_file():
         raise SystemExit(
@@ -476,8 +483,9 @@ def export_of(kind: str, given: Asked) -> Path:
             f" --base {given.base} --kinds {kind}"
         )
     rate = json.loads(cell.read_text())["rate"]
-    export, _ = bench_equal.trained(one, asked, rate, MINUTES, 0)
-    return export
+    minutes = base.minutes[0]
+    done = sorted(runs.glob(f"{kind}-{rate}-{minutes:g}-*/export"))
+    return done[0] if done else bench_equal.trained(one, asked, rate, minutes, 0)[0]
 
 
 def level(export: Path) -> Path:
@@ -496,12 +504,13 @@ def level(export: Path) -> Path:
 
 
 def widened(export: Path) -> Path:
-    """Return a copy of block heads that guesses among all tokens, with the base's whole matrix."""
-    copy = export.with_name("widened")
+    """Return block heads that guess among all tokens: a copy, where they guess among some."""
+    copy, about = export.with_name("widened"), json.loads((export / CONFIG).read_text())
+    if not about["num_kept"]:
+        return export
     if not copy.is_dir():
         with whole_folder(copy) as folder:
             shutil.copytree(export, folder, dirs_exist_ok=True)
-            about = json.loads((folder / CONFIG).read_text())
             tensors = load_tensors(folder / HEADS_FILE)
             tensors.pop("block.token_map")
             write_json(folder / CONFIG, about | {"lm_head": "shared", "num_kept": 0})
@@ -587,18 +596,21 @@ def engine_run(
 ) -> Any:
     """Let an engine answer the prompts, with a case's speculation or plainly.
 
-    One that is held to our decoding also answers requests that come and go.
+    One that is held to our decoding also answers requests that come and go, if the base is small.
     """
     given, python = engine.given, engine.install()
     work = given.runs / given.base / "jobs"
     work.mkdir(parents=True, exist_ok=True)
-    job, out, said = work / "job.json", work / "out.json", work / "log.txt"
+    name = f"{engine.name}_{case.name if case else 'plain'}"
+    job, out, said = (work / f"{name}{end}" for end in (".json", "_out.json", ".log"))
     out.unlink(missing_ok=True)
     model = engine.base() if case is None or case.method else str(folder)
+    # of a base of a hundred million parameters they would take minutes for each format
+    comes_and_goes = given.base == "tinycode" and not engine.timed
     asked = {
         **{"model": model, "prompts": prompts, "options": engine.options(case, folder)},
         **{"batches": [1, 16], "limit": given.max_new_tokens},
-        "requests": [] if engine.timed else requests(len(prompts), given.max_new_tokens),
+        "requests": requests(len(prompts), given.max_new_tokens) if comes_and_goes else [],
     }
     job.write_text(json.dumps(asked))
     environ = environ_of(engine)
@@ -746,8 +758,7 @@ def judged(
         "plain_seconds": {batch: sum(run["seconds"]) for batch, run in plain["runs"].items()},
     }
     failed = []
-    if "requests" in theirs:
-        asked = theirs["requests"]["asked"]
+    if asked := theirs.get("requests", {}).get("asked"):
         found["requests"] = len(asked)
         found["requests_as_without"] = as_asked(theirs["requests"]["texts"], asked, alone)
         if found["requests_as_without"] < len(asked):
@@ -804,13 +815,12 @@ class Bench:
         )
         return Bench(engine, given, prompts, expected, plain)
 
-    def measured(self, case: Case, export: Path | None) -> dict[str, Any]:
-        """Return what is said of a format."""
-        engine, given, folder, own = self.engine, self.given, Path(), None
-        if export is not None:
-            export, folder = engine.drafter(case, export)
-            if case.method and not case.tree:
-                own = ours(case, export, self.prompts, given)
+    def measured(self, case: Case, drafter: tuple[Path, Path] | None) -> dict[str, Any]:
+        """Return what is said of a format, whose drafter is what ``Engine.drafter`` returns."""
+        engine, given, own = self.engine, self.given, None
+        export, folder = drafter or (Path(), Path())
+        if case.kind and case.method and not case.tree:
+            own = ours(case, export, self.prompts, given)
         theirs = engine_run(engine, case, folder, self.prompts)
         found = judged(theirs, own, self.plain, self.expected, given.most, exact=engine.exact)
         if engine.exact:
@@ -820,11 +830,11 @@ class Bench:
                 found["failed"].append("a text differs from transformers' at no near-tie")
         return found
 
-    def served(self, case: Case, export: Path | None) -> dict[str, Any]:
+    def served(self, case: Case, drafter: tuple[Path, Path] | None) -> dict[str, Any]:
         """Return what a printed command gives over HTTP, beside the same without speculation."""
         engine, given, prompts = self.engine, self.given, self.prompts
-        assert export is not None
-        words = printed(engine.drafter(case, export)[1])
+        assert drafter is not None
+        words = printed(drafter[1])
         work = given.runs / given.base / f"plain-{len(prompts)}-{given.max_new_tokens}"
 
         def plain() -> list[str]:
@@ -849,7 +859,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kind in ENGINES:
         if given.base not in kind.bases or (given.engines and kind.name not in given.engines):
             continue
-        chosen = [case for case in kind.cases if not given.only or case.name in given.only]
+        chosen = [case for case in kind.cases if given.base in case.bases]
+        chosen = [case for case in chosen if not given.only or case.name in given.only]
         if given.serve:
             chosen = [case for case in chosen if case.name in kind.over_http]
         trained = dict.fromkeys(case.kind for case in chosen if case.kind)
@@ -860,17 +871,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def held(bench: Bench, cases: Sequence[Case], exports: Mapping[str, Path]) -> bool:
-    """Let an engine decode with some formats, each result kept; return whether one failed."""
+    """Let an engine decode with some formats, each result kept; return whether one failed.
+
+    Each runs on one thread, so that there are as many at once as processors; a server is alone.
+    """
     engine, given, failed = bench.engine, bench.given, False
-    measure = bench.served if given.serve else bench.measured
-    for case in cases:
-        name = f"{engine.name}_{'serve_' * given.serve}{case.name}"
-        path = given.out / given.base / f"{name}.json"
-        if not path.is_file():
-            status, found = harness.attempt(partial(measure, case, exports.get(case.kind)))
-            content = found if status == "ok" else {"failed": [f"{status}: {found}"]}
-            about = {"engine": engine.title, "format": case.name, "guesses": case.guesses}
-            harness.write(path, harness.report(given, **about, **content))
+    at_once, kind = (1, "serve_") if given.serve else (os.cpu_count() or 1, "")
+    kept = given.runs / given.base / "engines"
+    paths = {case: kept / f"{engine.name}_{kind}{case.name}.json" for case in cases}
+    missing = [case for case in cases if not paths[case].is_file()]
+    # what they share is written here, by one
+    drafters = [engine.drafter(each, exports[each.kind]) if each.kind else None for each in missing]
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        at_once, spawned, initializer=hardware.pin_threads, initargs=(1,)
+    ) as pool:
+        list(pool.map(recorded, repeat(bench), missing, drafters, map(paths.get, missing)))
+    (given.out / given.base).mkdir(parents=True, exist_ok=True)
+    for path in paths.values():
+        shutil.copy(path, given.out / given.base)
         record = json.loads(path.read_text())
         shown = {
             key: value for key, value in record.items() if key not in ("environment", "settings")
@@ -878,6 +897,15 @@ def held(bench: Bench, cases: Sequence[Case], exports: Mapping[str, Path]) -> bo
         print(harness.describe(shown), flush=True)
         failed |= bool(record["failed"])
     return failed
+
+
+def recorded(bench: Bench, case: Case, drafter: tuple[Path, Path] | None, path: Path) -> None:
+    """Measure a format, and write what is said of it."""
+    measure = bench.served if bench.given.serve else bench.measured
+    status, found = harness.attempt(partial(measure, case, drafter))
+    content = found if status == "ok" else {"failed": [f"{status}: {found}"]}
+    about = {"engine": bench.engine.title, "format": case.name, "guesses": case.guesses}
+    harness.write(path, harness.report(bench.given, **about, **content))
 
 
 if __name__ == "__main__":
