@@ -222,10 +222,14 @@ def _tensors(
         )
     capped = "the format does not: the heads' logits are larger there,"
     notes += check_output(f"format={form} holds", output, capped)
-    pruned = heads.token_map is not None and heads.num_outputs < heads.vocab_size
-    if pruned:
-        found["token_map"] = heads.token_map
-    rows = heads.shared_rows(output.weight) if pruned else output.weight
+    rows, pruned = output.weight, heads.num_outputs < heads.vocab_size
+    if shared and pruned:
+        found["token_map"], rows = heads.token_map, heads.shared_rows(output.weight)
+    elif pruned:
+        notes.append(
+            f"vLLM loads no matrices of fewer tokens for each head: the matrices of"
+            f" {heads.num_outputs:,} tokens are written with all {heads.vocab_size:,} rows"
+        )
     if shared and names.common:
         return found | {names.common: rows}, notes
     for i in range(heads.num_heads):
@@ -237,14 +241,20 @@ def _tensors(
 
 
 def _matrix(heads: MedusaHeads, i: int) -> Tensor:
-    """Return the output matrix of head ``i`` [V', d]; a low-rank one is multiplied out."""
+    """Return the output matrix of head ``i`` [V, d]; a low-rank one is multiplied out.
+
+    Tokens that a pruned one leaves out get the mean of its rows: the mean of the logits of those
+    that it has, which is never the largest, so that the best guess is the same.
+    """
     if heads.lm_head == "low_rank":
         up, down = (heads.get_parameter(f"heads.{i}.lm_head.{n}.weight") for n in ("up", "down"))
         return (up.double() @ down.double()).to(up.dtype)
     matrix = output_matrix(heads, i)
-    if heads.token_map is not None and heads.num_outputs == heads.vocab_size:
-        return matrix[heads.token_map.argsort()]  # all tokens, in any order
-    return matrix
+    if heads.token_map is None:
+        return matrix
+    whole = matrix.mean(0).expand(heads.vocab_size, -1).clone()
+    whole[heads.token_map] = matrix
+    return whole
 
 
 def times(tensor: Tensor, factor: float) -> Tensor:
@@ -261,6 +271,7 @@ def _counts(heads: MedusaHeads) -> dict[str, int]:
 
 
 def _vllm_config(heads: MedusaHeads, output: OutputLayer) -> dict[str, Any]:
+    shared = heads.lm_head.startswith("shared")
     # No other key may hold "num" and "heads", or "num" and "layers": vLLM renames each of them to
     # num_heads or num_hidden_layers, so that num_attention_heads would be the number of heads.
     config = {
@@ -268,11 +279,12 @@ def _vllm_config(heads: MedusaHeads, output: OutputLayer) -> dict[str, Any]:
         "architectures": ["MedusaModel"],
         "hidden_size": heads.hidden_size,
         "vocab_size": heads.vocab_size,
-        "truncated_vocab_size": heads.num_outputs,
+        # of one matrix for all heads; each head's own has all rows, whatever this says
+        "truncated_vocab_size": heads.num_outputs if shared else heads.vocab_size,
         "num_heads": heads.num_heads,
         "num_hidden_layers": max(heads.num_layers, 1),
         "medusa_fc_bias": True,
-        "original_lm_head": heads.lm_head.startswith("shared"),
+        "original_lm_head": shared,
     }
     if output.scale != 1.0:
         config["logit_scale"] = output.scale

@@ -63,7 +63,7 @@ def test_vllm_gets_the_same_logits(
     folder = made(natives[kind], tmp_path / "made", format="vllm-medusa")
     expected = ours(medusa(*KINDS[kind]), tiny_model_dir)
     reader = Medusa(folder)
-    torch.testing.assert_close(reader.logits(HIDDEN), expected, **CLOSE)
+    torch.testing.assert_close(reader.logits(HIDDEN), in_vllm(kind, expected), **CLOSE)
     assert reader.chain(HIDDEN[0, 0]) == expected[:, 0, 0].argmax(-1).tolist()
     config = json.loads((folder / "config.json").read_text())
     assert config["num_heads"] == HEADS and renamed(config) == config
@@ -71,6 +71,15 @@ def test_vllm_gets_the_same_logits(
     assert set(forbidden) == {"num_heads", "num_hidden_layers"}
     printed = capsys.readouterr().out
     assert "0.28 to 0.32" in printed and "0.33 removed" in printed
+
+
+def in_vllm(kind: str, logits: Tensor) -> Tensor:
+    """Return the logits there: a token that matrices of their own leave out gets the mean."""
+    if kind != "pruned":
+        return logits
+    left_out = logits.isinf()
+    mean = logits.masked_fill(left_out, 0.0).sum(-1, keepdim=True)
+    return torch.where(left_out, mean / (~left_out).sum(-1, keepdim=True), logits)
 
 
 @pytest.mark.parametrize("kind", ["own", "shared", "low_rank", "deep", "flat"])
@@ -131,7 +140,7 @@ def test_a_factor_of_the_base_is_not_lost(tmp_path: Path) -> None:
         expected = ours(heads, layer)
         vllm.mkdir()
         write_heads("vllm_medusa", vllm, heads, layer, None)
-        torch.testing.assert_close(Medusa(vllm).logits(HIDDEN), expected, **CLOSE)
+        torch.testing.assert_close(Medusa(vllm).logits(HIDDEN), in_vllm(kind, expected), **CLOSE)
         if "pruned" not in kind:
             original.mkdir()
             write_heads("fasterdecoding_v1", original, heads, layer, None)
@@ -254,7 +263,9 @@ def test_a_tuned_base_comes_along(
 
 def test_dtype_is_that_of_the_files_alone(natives: dict[str, Path], tmp_path: Path) -> None:
     """A token map in half precision would name other tokens from 2,048 on."""
-    folder = made(natives["pruned"], tmp_path / "made", format="vllm_medusa", dtype="bfloat16")
+    folder = made(
+        natives["shared_pruned"], tmp_path / "made", format="vllm_medusa", dtype="bfloat16"
+    )
     tensors = load_file(folder / "model.safetensors")
     kinds = {name: tensor.dtype for name, tensor in tensors.items()}
     assert kinds.pop("token_map") == torch.int64 and set(kinds.values()) == {torch.bfloat16}

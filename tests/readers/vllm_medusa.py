@@ -39,7 +39,8 @@ class Medusa:
                 if self.config.get("medusa_fc_bias", False):
                     found[f"blocks.{i}.layers.{j}.bias"] = (size,)
             if not self.shared:
-                found[f"lm_heads.{i}.weight"] = (self.kept, size)
+                # whatever truncated_vocab_size says: a matrix of fewer rows ends in an assertion
+                found[f"lm_heads.{i}.weight"] = (self.vocab_size, size)
         if self.shared:
             found["lm_head.weight"] = (self.kept, size)
         return found
