@@ -174,7 +174,7 @@ def main() -> None:
     os.environ["LLAMA_TRACE"] = "1"
     job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     runs = {
-        str(batch): run(job, batch, out.with_name(f"server_{batch}.log"))
+        str(batch): run(job, batch, out.with_name(f"{out.stem}_server_{batch}.log"))
         for batch in job["batches"]
     }
     if job["options"].get("server"):

@@ -27,7 +27,7 @@ from specheads.formats.medusa import MOST_LAYERS, check_number, check_output, ch
 from specheads.formats.serving import Job, Serving
 from specheads.models.base import context_length
 from specheads.models.block import BlockForm, BlockHeads
-from specheads.models.checkpoint import cast_tensors, load_export
+from specheads.models.checkpoint import cast_tensors, load_export, load_heads
 from specheads.models.eagle import EagleForm, EagleHeads
 from specheads.models.manifest import TensorFiles, said_of, save_tensors, write_json
 from specheads.models.output import OutputLayer, layers_of, output_layer
@@ -97,15 +97,16 @@ def _check(job: Job) -> None:
 def write(job: Job) -> list[str]:
     """Write an export in one of the formats; the base itself is not written."""
     _check(job)
-    export = load_export(job.checkpoint, device="cpu")
-    heads, output = cast(TappedHeads, export.heads), output_layer(export.base)
+    base_model = load_export(job.checkpoint, dtype=job.dtype, device="cpu").base
+    heads = cast(TappedHeads, load_heads(job.checkpoint))  # in the precision they are stored in
+    output = output_layer(base_model)
     capped = "the format does not: the heads' logits are larger there,"
     notes = check_output(f"format={job.form} holds", output, capped)
     tensors = cast_tensors(dict(_tensors(job.form, job.layout, heads, output)), job.dtype)
     with whole_folder(job.output) as folder:
         save_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
         base = serving.base_name(job.info, "")
-        write_json(folder / "config.json", _config(job.form, job.layout, heads, export.base, base))
+        write_json(folder / "config.json", _config(job.form, job.layout, heads, base_model, base))
     return [
         f"{job.form} for {base}, laid out as {job.layout}; engines draft a chain of"
         f" {heads.num_heads} tokens with it, no tree",
