@@ -783,6 +783,11 @@ def judged(
     return found | {"failed": failed}
 
 
+def beside(given: Asked, num_prompts: int, name: str) -> Path:
+    """Return the file of answers that formats are held to."""
+    return given.runs / given.base / f"plain-{num_prompts}-{given.max_new_tokens}" / name
+
+
 @dataclass(frozen=True)
 class Bench:
     """An engine that was installed, and what its texts are held to.
@@ -806,12 +811,12 @@ class Bench:
         """Install an engine, and let it and transformers answer plainly, unless they did."""
         engine.install()
         prompts = asked_of(given)
-        work = given.runs / given.base / f"plain-{len(prompts)}-{given.max_new_tokens}"
+        kept = partial(beside, given, len(prompts))
         expected = harness.kept(
-            work / "transformers.json", lambda: transformers_texts(prompts, given)
+            kept("transformers.json"), lambda: transformers_texts(prompts, given)
         )
         plain = harness.kept(
-            work / f"{engine.name}.json", lambda: engine_run(engine, None, Path(), prompts)
+            kept(f"{engine.name}.json"), lambda: engine_run(engine, None, Path(), prompts)
         )
         return Bench(engine, given, prompts, expected, plain)
 
@@ -820,7 +825,11 @@ class Bench:
         engine, given, own = self.engine, self.given, None
         export, folder = drafter or (Path(), Path())
         if case.kind and case.method and not case.tree:
-            own = ours(case, export, self.prompts, given)
+            name = f"ours_{export.parent.name}_{export.name}.json"
+            own = harness.kept(
+                beside(given, len(self.prompts), name),
+                lambda: ours(case, export, self.prompts, given),
+            )
         theirs = engine_run(engine, case, folder, self.prompts)
         found = judged(theirs, own, self.plain, self.expected, given.most, exact=engine.exact)
         if engine.exact:
@@ -835,13 +844,12 @@ class Bench:
         engine, given, prompts = self.engine, self.given, self.prompts
         assert drafter is not None
         words = printed(drafter[1])
-        work = given.runs / given.base / f"plain-{len(prompts)}-{given.max_new_tokens}"
 
         def plain() -> list[str]:
             with listening(engine, words[:3]) as address:
                 return texts_from(address, words[2], prompts, given.max_new_tokens)
 
-        alone = harness.kept(work / f"{engine.name}_serve.json", plain)
+        alone = harness.kept(beside(given, len(prompts), f"{engine.name}_serve.json"), plain)
         with listening(engine, words) as address:
             texts = texts_from(address, words[2], prompts, given.max_new_tokens)
             steps = drafts_counted(address)

@@ -27,6 +27,7 @@ from typing import Any
 CONTEXT = 1024  # tokens of a text
 PATIENCE = 120.0  # seconds for a model to load
 PORT = 8177  # of a server that was built
+LAUNCHED = re.compile(r"task (\d+) \| processing task")
 VERIFIED = re.compile(r"task (\d+) \| accepted +(\d+)/ *\d+ draft tokens")
 
 
@@ -127,17 +128,17 @@ def answered(address: str, ids: Sequence[int], limit: int) -> list[int]:
 def lengths_of(log: str, texts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return how many tokens each verify step gave, text by text in the order of the tasks.
 
-    A step that no guesses went into says nothing. Guesses that were accepted behind the end of a
-    text are left out, as our own decoding leaves them out.
+    The first task warms the server, and drafts nothing. A step that no guesses went into says
+    nothing. Guesses that were accepted behind the end of a text are left out, as our own decoding
+    leaves them out.
     """
     by_task: dict[int, list[int]] = defaultdict(list)
     for task, accepted in VERIFIED.findall(log):
         by_task[int(task)].append(int(accepted) + 1)
-    found = [by_task[task] for task in sorted(by_task)]
-    if not found:
-        found = [[] for _ in texts]
-    if len(found) != len(texts):
-        raise ValueError(f"the log has steps of {len(found)} texts, expected {len(texts)}")
+    tasks = [int(each) for each in LAUNCHED.findall(log)][-len(texts) :]
+    if len(tasks) < len(texts) or by_task.keys() - tasks:
+        raise ValueError(f"the log has {len(tasks)} texts, expected {len(texts)}")
+    found = [by_task[task] for task in tasks]
     whole = []
     for lengths, text in zip(found, texts, strict=True):
         rest = len(text) - 1  # the first token is the prompt's

@@ -111,16 +111,23 @@ def test_requests_that_come_and_go_get_their_texts() -> None:
 
 def test_steps_are_read_from_the_log() -> None:
     """Guesses behind a text's end, and steps without guesses, are counted by one side alone."""
-    log = (
+    launched = "".join(
+        f"slot launch_slot_: id  0 | task {task} | processing task, is_child = 0\n"
+        for task in (0, 7, 9, 11)
+    )
+    log = launched + (
         "slot update_slots: id  0 | task 7 | accepted  2/ 5 draft tokens\n"
         "slot update_slots: id  0 | task 11 | accepted  0/ 5 draft tokens\n"
         "slot update_slots: id  0 | task 7 | accepted  4/ 5 draft tokens\n"
         "slot update_slots: id  0 | task 11 | accepted  1/ 2 draft tokens\n"
     )
-    # seven tokens, of which the prompt's pass gave one; a last step of one token without guesses
-    assert run_llamacpp.lengths_of(log, [[0] * 7, [0] * 5]) == [[3, 3], [1, 2, 1]]
-    assert run_llamacpp.lengths_of("", [[0] * 3, [0]]) == [[1, 1], []]
-    with pytest.raises(ValueError, match="steps of 2 texts, expected 1"):
+    # seven tokens, of which the prompt's pass gave one; a last step of one token without guesses,
+    # and a text that nothing was guessed in, as n-gram copies often do not
+    steps = [[3, 3], [1, 1], [1, 2, 1]]
+    assert run_llamacpp.lengths_of(log, [[0] * 7, [0] * 3, [0] * 5]) == steps
+    with pytest.raises(ValueError, match="the log has 4 texts, expected 5"):
+        run_llamacpp.lengths_of(log, [[0] * 7] * 5)
+    with pytest.raises(ValueError, match="expected 1"):  # another text's steps
         run_llamacpp.lengths_of(log, [[0] * 7])
 
 
