@@ -457,8 +457,9 @@ class OpenVino(Engine):
             config = {"num_assistant_tokens": case.guesses}
             if case.tree:
                 config |= dict(zip(("branching_factor", "tree_depth"), case.tree, strict=True))
-            # it drafts blocks for one text at a time
-            told |= {"draft": str(folder), "config": config, "alone": case.kind == DFLASH}
+            # it drafts blocks for one text at a time, and trees of several end in an error
+            alone = case.kind == DFLASH or case.tree is not None
+            told |= {"draft": str(folder), "config": config, "alone": alone}
         return told
 
 

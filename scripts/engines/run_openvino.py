@@ -76,10 +76,12 @@ def run(job: Mapping[str, Any], batch: int) -> dict[str, Any]:
         if not told["draft"]:
             steps.append(0)
             continue
-        passes = found[0].extended_perf_metrics.main_model_metrics.raw_metrics
+        own = found if told["alone"] else found[:1]  # texts together have passes together
+        every = [each.extended_perf_metrics.main_model_metrics.raw_metrics for each in own]
         if batch > 1:
-            steps.append(len(passes.m_durations) - 1)
+            steps.append(sum(len(passes.m_durations) - 1 for passes in every))
             continue
+        (passes,) = every
         lengths += lengths_of(list(passes.m_batch_sizes), texts[-1])
         steps.append(len(lengths) - sum(steps))
     guesses = told["config"].get("num_assistant_tokens", 0)
