@@ -296,8 +296,8 @@ class LlamaCpp(Engine):
         Case("dflash_native", DFLASH, DFLASH, "draft-dflash", NATIVE),
         Case("dspark_speculators", DSPARK, DSPARK, "draft-dspark", SPECULATORS),
         Case("dspark_native", DSPARK, DSPARK, "draft-dspark", NATIVE),
-        Case("ngram_simple", "", "", "ngram-simple", guesses=64),
-        Case("ngram_mod", "", "", "ngram-mod", guesses=64),
+        Case("ngram_simple", "", "", "ngram-simple"),
+        Case("ngram_mod", "", "", "ngram-mod"),
     )
 
     def complete(self) -> None:
