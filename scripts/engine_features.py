@@ -67,7 +67,10 @@ def wanted(cfg: TrainConfig) -> tuple[list[list[int]], list[int]]:
 def main() -> None:
     """Compose the training, run vLLM where states are missing."""
     given = harness.parse(Settings)
-    cfg = composed("train", TrainConfig, tidy_arguments(list(given.training)))
+    words = tidy_arguments(list(given.training))
+    cfg = composed(
+        "train", TrainConfig, ["run_dir=unused", *words]
+    )  # its default is of a running command
     texts, layers = wanted(cfg)
     folder = Path(cfg.features.dir).expanduser().absolute()
     base_model = computed_by(cfg.model, cfg.autocast)["base model"]

@@ -6,13 +6,16 @@
 finished it.
 """
 
+import fcntl
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 AT_ONCE = 64  # texts between two moves of files
+PATIENCE = 60.0  # seconds for a file to be written
 
 
 def loaded(job: dict[str, Any], path: str) -> Any:
@@ -42,6 +45,49 @@ def loaded(job: dict[str, Any], path: str) -> Any:
     )
 
 
+class Past:
+    """Stands for a CUDA event where nothing is asynchronous: it has happened."""
+
+    def record(self, *_: Any) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return whether it has happened."""
+        return True
+
+
+def without_accelerator() -> None:
+    """Let vLLM's connector write on a CPU, where it fails at pinned memory and at CUDA's events."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        made = torch.empty_like
+        torch.empty_like = lambda *of, pin_memory=False, **more: made(*of, **more)
+        torch.cuda.Event = Past
+
+
+def written_file(llm: Any, path: str) -> Path:
+    """Return the file of a text that was run, once it is whole.
+
+    The last ones are written in the engine's next step, and each under a lock.
+
+    Raises:
+        TimeoutError: if it is not written.
+    """
+    file, end = Path(path), time.monotonic() + PATIENCE
+    while not file.is_file():
+        if time.monotonic() > end:
+            raise TimeoutError(f"vLLM did not write {file}")
+        llm.llm_engine.step()
+        time.sleep(0.01)
+    with Path(f"{file}.lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    return file
+
+
 def main() -> None:
     """Run the texts."""
     import vllm
@@ -51,6 +97,7 @@ def main() -> None:
     states.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=states.parent) as written:
         llm, one = loaded(job, written), vllm.SamplingParams(max_tokens=1, temperature=0)
+        without_accelerator()  # not before: vLLM's worker has stand-ins of its own
         dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
         about = {**job["about"], "computation": f"vLLM {vllm.__version__}, {dtype}"}
         before = json.loads(engine.read_text()) if engine.is_file() else about
@@ -62,7 +109,7 @@ def main() -> None:
             some = names[first : first + AT_ONCE]
             asked = [{"prompt_token_ids": job["texts"][name]} for name in some]
             for name, found in zip(some, llm.generate(asked, one, use_tqdm=False), strict=True):
-                file = Path(found.kv_transfer_params["hidden_states_path"])
+                file = written_file(llm, found.kv_transfer_params["hidden_states_path"])
                 file.replace(states / f"{name}.safetensors")
             print(f"{first + len(some):,} of {len(names):,}", flush=True)
 
