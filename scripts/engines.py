@@ -664,15 +664,18 @@ def as_asked(
 
 
 def printed(folder: Path) -> list[str]:
-    """Return the words of the command with which vLLM serves a folder, as its card has it."""
+    """Return the words of the command with which vLLM serves a folder, as its card has it.
+
+    It names the folder as it is called in the one that it is in, and the base as it was named.
+    """
     lines = (folder / "README.md").read_text().splitlines()
     (command,) = (line for line in lines if line.startswith("vllm serve "))
     return shlex.split(command)
 
 
 @contextmanager
-def listening(engine: Engine, words: Sequence[str]) -> Iterator[str]:
-    """Run a server with its default settings until it has answered; its address."""
+def listening(engine: Engine, words: Sequence[str], place: Path) -> Iterator[str]:
+    """Run a server with its default settings, from a folder, until it has answered; its address."""
     bin_folder, address = engine.install().parent, f"http://127.0.0.1:{PORT}"
     # as a user starts it: in several processes, and with what is installed
     unlike = ("VLLM_ENABLE_V1_MULTIPROCESSING", "PYTHONPATH")
@@ -681,7 +684,7 @@ def listening(engine: Engine, words: Sequence[str]) -> Iterator[str]:
     with (engine.given.runs / engine.given.base / "jobs" / "serve.txt").open("w") as log:
         running = subprocess.Popen(
             [bin_folder / words[0], *words[1:], "--port", str(PORT)], env=environ, stdout=log,
-            stderr=log, start_new_session=True,
+            stderr=log, start_new_session=True, cwd=place,
         )  # fmt: skip
         try:
             end = time.monotonic() + PATIENCE
@@ -695,8 +698,9 @@ def listening(engine: Engine, words: Sequence[str]) -> Iterator[str]:
                     time.sleep(1)
             yield address
         finally:
-            os.killpg(running.pid, signal.SIGTERM)
-            running.wait()
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGTERM)
+                running.wait()
 
 
 def texts_from(address: str, model: str, prompts: Sequence[Sequence[int]], limit: int) -> list[str]:
@@ -844,14 +848,18 @@ class Bench:
         """Return what a printed command gives over HTTP, beside the same without speculation."""
         engine, given, prompts = self.engine, self.given, self.prompts
         assert drafter is not None
-        words = printed(drafter[1])
+        words, place = printed(drafter[1]), given.runs / given.base / "served"
+        place.mkdir(exist_ok=True)
+        for there in (harness.ROOT / "data", drafter[1]):  # by the names that the card has
+            (place / there.name).unlink(missing_ok=True)
+            (place / there.name).symlink_to(there)
 
         def plain() -> list[str]:
-            with listening(engine, words[:3]) as address:
+            with listening(engine, words[:3], place) as address:
                 return texts_from(address, words[2], prompts, given.max_new_tokens)
 
         alone = harness.kept(beside(given, len(prompts), f"{engine.name}_serve.json"), plain)
-        with listening(engine, words) as address:
+        with listening(engine, words, place) as address:
             texts = texts_from(address, words[2], prompts, given.max_new_tokens)
             steps = drafts_counted(address)
         right = sum(one == other for one, other in zip(texts, alone, strict=True))

@@ -22,7 +22,7 @@ CHECKED = {
     "vLLM": "0.32 and 0.33, tried on a CPU",
     "SGLang": "its documents of 2026",
     "TensorRT-LLM": "its documents of 2026",
-    "llama.cpp": "of 2026, tried in part",
+    "llama.cpp": "build 11434, tried on a CPU",
     "TGI": "3.3.7, its files; archived in March 2026",
     "FasterDecoding/Medusa": "main, its files",
 }
