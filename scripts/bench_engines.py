@@ -2,11 +2,12 @@
 
     python scripts/bench_engines.py --base smollm2
 
-vLLM, OpenVINO GenAI, llama.cpp, transformers and specheads answer the same prompts greedily in
-bfloat16 with all processors, one by one and 16 together; llama.cpp also with the 4 bits that the
-base is published in, in a server that is built here. A round is every way once, each engine in a
-process of its own; every other round is in reversed order. A way's gain is over the same engine's
-plain answers of the same round. Drafters are those of ``make engine-exports``.
+vLLM, OpenVINO GenAI, llama.cpp, transformers and specheads answer the same prompts greedily with
+all processors, one by one and 16 together: in bfloat16 where the processors have it, else in
+float32; llama.cpp also with the 4 bits that the base is published in, in a server that is built
+here. A round is every way once, each engine in a process of its own; every other round is in
+reversed order. A way's gain is over the same engine's plain answers of the same round. Drafters are
+those of ``make engine-exports``, and the heads that SmolLM2 ships with.
 
 A round of a way is kept in the folder of the runs, so that the script can be stopped and started.
 Nothing else may run meanwhile.
@@ -24,8 +25,8 @@ import engines
 import harness
 import torch
 import transformers
-from bench_equal import DEPTH, DRAFT, Contender
-from engines import DFLASH, EAGLE3, Case, Engine
+from bench_equal import CHAIN, DEPTH, DRAFT, Contender
+from engines import EAGLE3, SHIPPED, Case, Engine
 
 import specheads
 from specheads.config import DecodeConfig
@@ -37,12 +38,11 @@ from specheads.system import hardware
 PLAIN = "plain"
 BATCHES = (1, 16)
 CLOCKED: Mapping[str, tuple[str, ...]] = {  # by engine, its formats beside plain decoding
-    "vllm": ("draft", "vllm_medusa", "vllm_heads_medusa1", "vllm_heads_block", "suffix"),
-    "openvino": ("draft", "eagle3_native", "dflash_native"),
-    "llamacpp_f32": ("draft", "eagle3_native", "dflash_native", "ngram_simple", "ngram_mod"),
-    "llamacpp_q4_1": ("draft", "eagle3_native", "dflash_native", "ngram_simple", "ngram_mod"),
+    "vllm": ("draft", "vllm_medusa", "vllm_heads_medusa1", "vllm_heads_shipped", "suffix"),
+    "openvino": ("draft", "eagle3_native"),
+    "llamacpp_f32": ("draft", "eagle3_native", "ngram_simple", "ngram_mod"),
+    "llamacpp_q4_1": ("draft", "eagle3_native", "ngram_simple", "ngram_mod"),
 }
-BLOCK_NODES = 8  # of the tree that the comparison chose for block heads on both bases
 
 
 @dataclass
@@ -106,10 +106,11 @@ def here(method: Method, prompts: Sequence[Prompt], version: str) -> dict[str, A
 
 def of_ours(given: Settings, prompts: Sequence[Prompt]) -> Iterator[Way]:
     """Yield the ways of transformers and specheads."""
+    dtype = "bfloat16" if hardware.has_native_bfloat16() else "float32"
 
     @cache
     def plain() -> tuple[Any, Contest]:
-        subject = replace(load_subject(given.base, dtype="bfloat16"), export=None)
+        subject = replace(load_subject(given.base, dtype=dtype), export=None)
         return subject, Contest.of(subject, given.max_new_tokens)
 
     def drafted(name: str) -> Method:
@@ -125,10 +126,14 @@ def of_ours(given: Settings, prompts: Sequence[Prompt]) -> Iterator[Way]:
         decode = DecodeConfig(draft=str(engines.export_of(DRAFT, given)))
         return contest.assisted(model_of(draft_model(subject, decode)), DEPTH)
 
-    def heads(kind: str) -> Method:
-        subject = load_subject(str(engines.export_of(kind, given)), dtype="bfloat16")
+    def heads(kind: str, shape: str = "") -> Method:
+        subject = load_subject(str(engines.export_of(kind, given)), dtype=dtype)
+        if not shape:
+            chosen = choose_drafter(subject, DecodeConfig())
+            contest = Contest.of(subject, given.max_new_tokens)
+            return contest.ours(kind, chosen.drafter, chosen.num_nodes)
         contender = Contender(subject, DecodeConfig(), prompts, given.max_new_tokens)
-        (method,) = contender.methods(f"tree_{BLOCK_NODES}")
+        (method,) = contender.methods(shape)
         return method
 
     ways: dict[str, dict[str, Callable[[], Method]]] = {
@@ -142,8 +147,9 @@ def of_ours(given: Settings, prompts: Sequence[Prompt]) -> Iterator[Way]:
             DRAFT: lambda: drafted(DRAFT),
             "suffix": lambda: drafted("suffix"),
             "eagle3": lambda: heads(EAGLE3),
-            "dflash": lambda: heads(DFLASH),
-            "block": lambda: heads("block"),
+            "eagle3_chain": lambda: heads(EAGLE3, CHAIN),
+            "shipped": lambda: heads(SHIPPED),
+            "shipped_chain": lambda: heads(SHIPPED, CHAIN),
         },
     }
     versions = {"transformers": transformers.__version__, "specheads": specheads.__version__}

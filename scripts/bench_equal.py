@@ -181,7 +181,10 @@ def words_of(kind: Kind, base: Base, runs: Path) -> list[str]:
     if kind.name == DRAFT:
         return [word for word in given if not word.startswith("tree.")]
     stored = f"features.dir={runs / 'features'}", "features.dtype=bfloat16"
-    return [*given, *stored, "autocast=bfloat16"]
+    # a processor without it takes many times as long for bfloat16 as for float32
+    native = hardware.has_native_bfloat16()
+    dtypes = ("autocast=bfloat16",) if native else ("autocast=none", "model.dtype=float32")
+    return [*given, *stored, *dtypes]
 
 
 @cache
@@ -216,10 +219,9 @@ def seconds_per_step(run: Path) -> float:
 
 
 def trained(
-    kind: Kind, given: Settings, rate: str, minutes: float, seed: int
+    kind: Kind, base: Base, runs: Path, rate: str, minutes: float, seed: int
 ) -> tuple[Path, dict[str, Any]]:
-    """Train a kind for some minutes, and say how many steps these were."""
-    base, runs = bases()[given.base], given.runs / given.base
+    """Train a kind for some minutes into a folder of runs, and say how many steps these were."""
     words = words_of(kind, base, runs)
 
     def run(name: str, *length: str) -> Path:
@@ -391,7 +393,8 @@ def tried(kind: Kind, given: Settings, rate: str) -> float:
     """Return what a chain is expected to accept after a short training at a learning rate."""
 
     def length() -> float:
-        export, _ = trained(kind, given, rate, bases()[given.base].minutes[1], given.seeds[0])
+        base, runs = bases()[given.base], given.runs / given.base
+        export, _ = trained(kind, base, runs, rate, base.minutes[1], given.seeds[0])
         return expected(export.parent)
 
     return harness.kept(given.runs / given.base / f"{kind.name}-rates" / f"{rate}.json", length)
@@ -413,7 +416,8 @@ def chosen_rate(kind: Kind, given: Settings) -> tuple[str, dict[str, float]]:
 def final(kind: Kind, given: Settings, seed: int) -> tuple[Path, dict[str, Any]]:
     """Train a kind for the whole time at its best rate; return the export, and what was tried."""
     rate, lengths = chosen_rate(kind, given)
-    export, length = trained(kind, given, rate, bases()[given.base].minutes[0], seed)
+    base, runs = bases()[given.base], given.runs / given.base
+    export, length = trained(kind, base, runs, rate, base.minutes[0], seed)
     began = json.loads((export.parent / "provenance.json").read_text())[0]
     gpus = began["hardware"]["gpus"]
     about = {"kind": kind.name, "seed": seed, "tried": lengths, "trained_on": gpus or ["CPU"]}

@@ -38,7 +38,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -68,6 +68,8 @@ BUILT_WITH = (
     *("CMAKE_BUILD_TYPE=Release", "LLAMA_OPENSSL=OFF", "LLAMA_BUILD_TESTS=OFF"),
     *("LLAMA_BUILD_EXAMPLES=OFF", "LLAMA_BUILD_APP=OFF", "LLAMA_USE_PREBUILT_UI=OFF"),
 )
+MINUTES = 3  # of each training
+TEXTS = 1500  # of SmolLM2's answers, whose hidden states are computed in ten minutes
 PORT, PATIENCE = 8178, 600.0  # of a server that is started, and seconds for it to start
 REQUESTS, ABORTED = 200, 0.2  # that come and go, and the share of them that is aborted
 CONVERTER = (  # llama.cpp's sources, in no wheel
@@ -85,7 +87,8 @@ class Asked:
         base: tinycode or smollm2
         engines: all that take the base, if empty
         only: formats, all if empty
-        num_prompts: 0: 48 of tinycode, 12 of SmolLM2
+        num_prompts: 0: 48 of tinycode, 12 of SmolLM2; with another number, results go into a folder
+            of their own, whose name ends with it
         runs: folder of trainings and written formats
         environments: folder of the engines
         out: folder of what is said
@@ -96,7 +99,7 @@ class Asked:
     only: tuple[str, ...] = ()
     num_prompts: int = 0
     max_new_tokens: int = 64
-    runs: Path = harness.ROOT / "runs" / "equal"
+    runs: Path = harness.ROOT / "runs" / "engines"
     environments: Path = harness.ROOT / ".engines"
     out: Path = harness.ROOT / "benchmarks" / "engines"
 
@@ -143,6 +146,7 @@ class Case:
 
 NATIVE, SPECULATORS = ("layout=native",), ("layout=speculators",)
 CUSTOM, DFLASH, DSPARK, EAGLE3 = "custom_class", "dflash", "dspark", "eagle3"
+SHIPPED = "shipped"  # in place of a kind: the heads that SmolLM2 ships with
 
 
 class Engine(ABC):
@@ -173,11 +177,11 @@ class Engine(ABC):
 
         Args:
             given: the settings.
-            timed: for the clock: in bfloat16 with all processors. Else it is held to our decoding:
-                in float32 with one thread, whose sums are the same each time.
+            timed: for the clock: with all processors, in bfloat16 where they have it. Else it is
+                held to our decoding: in float32 with one thread, whose sums are the same each time.
         """
         self.given, self.place, self.timed = given, given.environments / self.where, timed
-        self.dtype = "bfloat16" if timed else "float32"
+        self.dtype = "bfloat16" if timed and hardware.has_native_bfloat16() else "float32"
         self.threads = (os.cpu_count() or 1) if timed else 1
 
     def install(self) -> Path:
@@ -240,6 +244,7 @@ class Vllm(Engine):
         Case("vllm_heads_markov", "markov", "vllm_heads", CUSTOM),
         Case("vllm_heads_hydra_plus", "hydra_plus", "vllm_heads", CUSTOM),
         Case("vllm_heads_block", "block", "vllm_heads", CUSTOM),
+        Case("vllm_heads_shipped", SHIPPED, "vllm_heads", CUSTOM, bases=("smollm2",)),
         Case("eagle3_speculators", EAGLE3, EAGLE3, EAGLE3, SPECULATORS),
         Case("eagle3_native", EAGLE3, EAGLE3, EAGLE3, NATIVE),
         Case("dflash_speculators", DFLASH, DFLASH, DFLASH, SPECULATORS),
@@ -320,7 +325,7 @@ class LlamaCpp(Engine):
         """Return a folder's model as a GGUF file, by llama.cpp's own converter."""
         target = Path(resolve_name(self.given.base))
         kept = self.given.runs / self.given.base / "written" / self.where
-        kind = "bf16" if self.timed else "f32"
+        kind = "bf16" if self.dtype == "bfloat16" else "f32"
         path = kept / f"{'base' if folder == target else folder.name}-{kind}.gguf"
         if not path.is_file():
             (sources,) = self.place.glob("sources/*/llama.cpp")
@@ -450,7 +455,7 @@ class OpenVino(Engine):
 
     def options(self, case: Case | None, folder: Path) -> dict[str, Any]:
         """Return what the runner tells the pipeline."""
-        precision = "bf16" if self.timed else "f32"
+        precision = "bf16" if self.dtype == "bfloat16" else "f32"
         told: dict[str, Any] = {"threads": self.threads, "precision": precision}
         told |= {"draft": "", "config": {}, "alone": False}
         if case is not None:
@@ -467,26 +472,29 @@ ENGINES: tuple[type[Engine], ...] = (Vllm, OpenVino, LlamaCpp, LlamaCppFourBits)
 
 
 def export_of(kind: str, given: Asked) -> Path:
-    """Return a run of the comparison of all kinds (bench_equal.py), trained unless one is there.
+    """Return an export of a kind of the comparison (bench_equal.py), trained unless it is there.
+
+    It is trained at the learning rate that was found there, and shorter. What an engine does with
+    it does not depend on how well it guesses.
 
     Raises:
         SystemExit: if no learning rate of the kind was found on this base yet.
     """
-    base = bench_equal.bases()[given.base]
-    asked = bench_equal.Settings(base=given.base, runs=given.runs)
+    if kind == SHIPPED:
+        return harness.ROOT / "data" / "checkpoints" / given.base
+    base, runs = bench_equal.bases()[given.base], given.runs / given.base
+    if given.base == "smollm2":
+        base = replace(base, data=(*base.data, f"data.max_records={TEXTS}"))
     (one,) = (each for each in bench_equal.kinds(base) if each.name == kind)
-    runs = given.runs / given.base
     runs.mkdir(parents=True, exist_ok=True)
-    cell = asked.out / given.base / f"{kind}-0.json"
+    cell = bench_equal.Settings().out / given.base / f"{kind}-0.json"
     if not cell.is_file():
         raise SystemExit(
             f"{cell}, which says the learning rate, is not there: python scripts/bench_equal.py"
             f" --base {given.base} --kinds {kind}"
         )
     rate = json.loads(cell.read_text())["rate"]
-    minutes = base.minutes[0]
-    done = sorted(runs.glob(f"{kind}-{rate}-{minutes:g}-*/export"))
-    return done[0] if done else bench_equal.trained(one, asked, rate, minutes, 0)[0]
+    return bench_equal.trained(one, base, runs, rate, MINUTES, 0)[0]
 
 
 def level(export: Path) -> Path:
@@ -537,9 +545,8 @@ def accepted_per_position(rows: Sequence[DecodedRow], guesses: int) -> list[int]
 
 def ours(case: Case, export: Path, prompts: Sequence[Sequence[int]], given: Asked) -> Any:
     """Return texts, steps and accepted guesses of our chain in float32."""
-    base = bench_equal.bases()[given.base]
-    (kind,) = (each for each in bench_equal.kinds(base) if each.name == case.kind)
     asked = bench_equal.Settings(base=given.base, max_new_tokens=given.max_new_tokens)
+    kind = bench_equal.Kind(case.kind, ())
     one = bench_equal.opened(kind, export, asked, first=True, dtype="float32")
     drafter, _ = one.shapes()[CHAIN]
     model, ends = one.subject.base, end_tokens(one.subject.base, one.subject.tokenizer)
@@ -893,8 +900,9 @@ def held(bench: Bench, cases: Sequence[Case], exports: Mapping[str, Path]) -> bo
     Each runs on one thread, so that there are as many at once as processors; a server is alone.
     """
     engine, given, failed = bench.engine, bench.given, False
+    name = f"{given.base}_{given.num_prompts}" if given.num_prompts else given.base
+    kept, out = given.runs / given.base / f"results-{name}", given.out / name
     at_once, kind = (1, "serve_") if given.serve else (os.cpu_count() or 1, "")
-    kept = given.runs / given.base / "engines"
     paths = {case: kept / f"{engine.name}_{kind}{case.name}.json" for case in cases}
     missing = [case for case in cases if not paths[case].is_file()]
     # what they share is written here, by one
@@ -904,9 +912,9 @@ def held(bench: Bench, cases: Sequence[Case], exports: Mapping[str, Path]) -> bo
         at_once, spawned, initializer=hardware.pin_threads, initargs=(1,)
     ) as pool:
         list(pool.map(recorded, repeat(bench), missing, drafters, map(paths.get, missing)))
-    (given.out / given.base).mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     for path in paths.values():
-        shutil.copy(path, given.out / given.base)
+        shutil.copy(path, out)
         record = json.loads(path.read_text())
         shown = {
             key: value for key, value in record.items() if key not in ("environment", "settings")

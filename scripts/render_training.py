@@ -534,7 +534,7 @@ def engines(read: Read, base: str, engine: str, *formats: str) -> str:
     return (
         f"{table(head, lines)}\n\n{found['engine']} {found['version']}, {dtype},"
         f" {machine['processor']},"
-        f" {machine['date']}; {found['compared']} prompts of {base},"
+        f" {machine['date']}; {found['compared']} prompts of {base.partition('_')[0]},"
         f" {found['settings']['max_new_tokens']} new tokens, greedy."
     )
 
@@ -543,6 +543,7 @@ def engine_speed(read: Read, base: str) -> str:
     """Return the tokens per second of engines, plainly and with speculation."""
     found, lines = read(f"engines/speed_{base}"), []
     given, machine = found["settings"], found["environment"]
+    dtype = "bfloat16" if machine["native_bfloat16"] else "float32"
     for row in found["rows"]:
         title = f"{row['engine']}, 4 bits" if row["key"].endswith("q4_1") else row["engine"]
         each = []
@@ -557,7 +558,7 @@ def engine_speed(read: Read, base: str) -> str:
     return (
         f"{table(head, lines)}\n\nMedian of {given['rounds']} rounds (lowest and highest);"
         f" {given['num_prompts']} prompts of {base}, {given['max_new_tokens']} new tokens, greedy,"
-        f" bfloat16 but for the 4 bits, {machine['threads']} threads, {machine['processor']},"
+        f" {dtype} but for the 4 bits, {machine['threads']} threads, {machine['processor']},"
         f" {machine['date']}; {', '.join(versions)}."
     )
 
