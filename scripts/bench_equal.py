@@ -178,13 +178,13 @@ def kinds(base: Base) -> list[Kind]:
 def words_of(kind: Kind, base: Base, runs: Path) -> list[str]:
     """Return the settings of a kind's trainings, but for steps, seed and learning rate."""
     given = [*kind.words, *base.data, *(TRAINING if kind.muon else TRAINING[3:])]
+    # a processor without it takes many times as long for bfloat16 as for float32
+    native = hardware.has_native_bfloat16()
+    given += [] if native else ["model.dtype=float32", "autocast=none"]
     if kind.name == DRAFT:
         return [word for word in given if not word.startswith("tree.")]
     stored = f"features.dir={runs / 'features'}", "features.dtype=bfloat16"
-    # a processor without it takes many times as long for bfloat16 as for float32
-    native = hardware.has_native_bfloat16()
-    dtypes = ("autocast=bfloat16",) if native else ("autocast=none", "model.dtype=float32")
-    return [*given, *stored, *dtypes]
+    return [*given, *stored, *(["autocast=bfloat16"] if native else [])]
 
 
 @cache
