@@ -132,11 +132,10 @@ def test_another_machine_trains_as_many_steps(
 
     monkeypatch.setattr(equal.harness, "train", train)
     monkeypatch.setattr(equal, "store", lambda *a: None)
-    (tmp_path / "tinycode").mkdir()
-    (tmp_path / "tinycode" / "block-pace.json").write_text('{"value": 2.0}')
-    (kind,) = (k for k in equal.kinds(equal.bases()["tinycode"]) if k.name == "block")
-    given = equal.Settings(base="tinycode", runs=tmp_path)
-    _, about = equal.trained(kind, given, "1e-3", 3, 0)
+    (tmp_path / "block-pace.json").write_text('{"value": 2.0}')
+    base = equal.bases()["tinycode"]
+    (kind,) = (k for k in equal.kinds(base) if k.name == "block")
+    _, about = equal.trained(kind, base, tmp_path, "1e-3", 3, 0)
     assert about["steps"] == 90 and len(asked) == 1 and "steps=90" in asked[0]
 
 

@@ -135,7 +135,9 @@ def test_noise_is_rounding_and_no_more(tiny_llama: LlamaForCausalLM) -> None:
     rounded = Rounding(tiny_llama.bfloat16(), texts, [1, 4, 50])
     coarse = rounded.noise
     assert 0 < fine.shape < 1e-5 and 0 < fine.dtype < 1e-5
-    assert 1e-3 < coarse.typical_shape <= coarse.shape < 0.1
+    # on processors without bfloat16 more than half of the positions have no noise at all
+    assert 0 <= coarse.typical_shape <= coarse.shape
+    assert 1e-3 < coarse.shape < 0.1
     assert 1e-3 < coarse.dtype < 0.1
     assert coarse.num_positions == 48 and coarse.widths == (4, 12)
     assert rounded.reference.dtype == torch.float32 and rounded.base.dtype == torch.bfloat16

@@ -343,11 +343,12 @@ def test_sides() -> None:
 def test_measured_rounding_widens_near_ties(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents a promise of identity that rests on a constant which the model itself refutes."""
     shallow, deep = build("llama"), build("llama", num_hidden_layers=48)
-    assert tree_support(shallow).rounding == ROUNDING
+    # two layers measure near the constant, on one of the processors tried a hundredth above it
+    assert ROUNDING <= tree_support(shallow).rounding < 2 * ROUNDING
     measured = compare(deep, support_module.TREE).rounding
     assert measured > 0.2 * ROUNDING, "a choice between two logits may be wrong by more"
     support = tree_support(deep)
-    assert support.rounding >= support_module.MARGIN * measured > ROUNDING
+    assert support.rounding >= support_module.MARGIN * measured > 2 * ROUNDING
     told = next(each for each in diagnose.examine(deep, None) if each.name == "rounding")
     assert "very tokens are not promised" in told.text
     with torch.no_grad():  # each token has a double, as near as that model's rounding is large
