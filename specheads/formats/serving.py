@@ -37,7 +37,7 @@ NATIVE_MTP = (DEEPSEEK, "glm4_moe")  # bases whose MTP layers engines know by th
 # classes of specheads/vllm_proposer.py, which guess from the text, without heads
 PROPOSERS = ("SuffixProposer", "NgramProposer", "LookaheadPoolProposer")
 _HEADS = "specheads.vllm_heads.HeadsProposer"
-_BESIDE = "needs specheads in vLLM's environment, and its first model runner: docs/serving.md"
+_BESIDE = "needs specheads in vLLM's environment, and its first model runner: docs/serving_vllm.md"
 COPIED = 8  # tokens guessed per step at most; where nothing was written before, nothing is guessed
 
 
