@@ -33,7 +33,7 @@ from specheads.regeneration.dialogue import (
 from specheads.system import __version__
 
 _LONGEST_PAUSE = 60.0  # seconds
-_MOST_BYTES = 16 << 20  # of a body: far more than any answer
+_MOST_BYTES = 64 << 20  # of a body: more than any answer with its log-probabilities
 _BUSY = {408, 409, 425, 429}  # may go well later, as all from 500 on
 _HOPELESS = {401, 403, 404, 405, 407}  # no other request would go better
 
@@ -131,6 +131,8 @@ class Client:
             raise self._http_error(response, text[:300].decode("utf-8", "replace"))
         if len(text) > _MOST_BYTES:
             raise ServerError(f"more than {_MOST_BYTES >> 20} MiB came back")
+        if response.headers.get("Content-Type", "").startswith("text/event-stream"):
+            return joined(text)
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):
@@ -166,6 +168,40 @@ class Client:
         raise RunError(f"{self.url} lists no models; give endpoint_model=")
 
 
+def joined(events: bytes | bytearray) -> dict[str, Any]:
+    """Return the answer that a stream of server-sent events adds up to, as if it had come whole.
+
+    Raises:
+        ServerError: if the stream breaks off, reports an error, or is malformed.
+    """
+    text, reason, usage = "", None, None
+    logprobs: dict[str, list[Any]] = {}
+    try:
+        for line in events.splitlines():
+            if not line.startswith(b"data:"):
+                continue
+            if (data := line[5:].strip()) == b"[DONE]":
+                break
+            event = json.loads(data)
+            if "error" in event:
+                problem = f"it stopped within an answer: {reprlib.repr(event['error'])}"
+                raise ServerError(problem, transient=True)
+            usage = event.get("usage") or usage
+            for choice in event["choices"][:1]:  # the last event, with the usage, has none
+                text += _text(
+                    choice["delta"].get("content") if "delta" in choice else choice["text"]
+                )
+                reason = choice.get("finish_reason") or reason
+                for key, some in (choice.get("logprobs") or {}).items():
+                    logprobs.setdefault(key, []).extend(some or ())
+        else:
+            raise ServerError("an answer broke off", transient=True)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise ServerError(f"malformed events: {bytes(events[:80])!r}", transient=True) from None
+    choice = {"message": {"content": text}, "text": text, "finish_reason": reason}
+    return {"choices": [choice | {"logprobs": logprobs}], "usage": usage}
+
+
 _AT_ONCE = 64  # records that are handed on together
 _Settled = Dialogue | RecordError
 
@@ -183,6 +219,9 @@ def next_answer(client: Client, model: str, sampling: Sampling, talk: Dialogue) 
         "top_p": sampling.top_p,
         "seed": record_seed(sampling.seed, talk.record["id"]),
         "max_tokens": sampling.max_new_tokens,
+        # a long answer comes as it is made, so that ``timeout`` ends none that is being written
+        "stream": True,
+        "stream_options": {"include_usage": True},
     }
     if sampling.top_k:  # not every server knows it
         body["top_k"] = sampling.top_k

@@ -17,6 +17,7 @@ import pytest
 from specheads.config import ConfigError, RunError
 from specheads.regeneration import endpoint as client_module
 from specheads.regeneration.answers import Outcome, Sampling, record_seed
+from specheads.regeneration.dialogue import dialogue
 from specheads.regeneration.endpoint import Client, ServerError, ask_server
 
 # what a server does with its nth request (from 0): status, body, headers; None: it never answers
@@ -165,7 +166,8 @@ def test_settings_reach_the_server(serve: Callable[[Script], Server]) -> None:
     }  # fmt: skip
     assert total.num_tokens == 14 and not total.quarantined
     sent = {path: body for path, body, _ in server.seen}
-    common = {"model": "m", "temperature": 0.5, "top_p": 0.9, "max_tokens": 11}
+    common = {"model": "m", "temperature": 0.5, "top_p": 0.9, "max_tokens": 11, "stream": True}
+    common["stream_options"] = {"include_usage": True}
     assert sent["/v1/chat/completions"] == common | {
         "seed": record_seed(3, "a"), "messages": [{"role": "user", "content": "a"}],
     }  # fmt: skip
@@ -334,6 +336,77 @@ def test_parts_of_content_are_one_text(serve: Callable[[Script], Server]) -> Non
     server = serve(lambda n, path, body: (200, answer(content=parts), {}))
     total = ask(server, chats("a"))
     assert total.answered[0]["messages"][-1] == {"role": "assistant", "content": "Yes, I do."}
+
+
+def events(body: dict[str, Any], *parts: Any, reason: str = "stop") -> list[bytes]:
+    """Return an answer as servers stream it: the header, an event for every part, and the end.
+
+    Args:
+        body: the request.
+        parts: texts, or whole events.
+        reason: why it ended.
+    """
+    told, is_chat = [], "messages" in body
+    for part in parts:
+        said = {"delta": {"content": part}} if is_chat else {"text": part}
+        token = {"token": f"token_id:{len(told)}", "logprob": -0.5}
+        logprobs: dict[str, Any] = {"content": [token | {"top_logprobs": [token]}]}
+        if not is_chat:
+            logprobs = {"tokens": [token["token"]], "top_logprobs": [{token["token"]: -0.5}]}
+        choice = said | {"logprobs": logprobs, "finish_reason": None}
+        told.append({"choices": [choice], "usage": None} if isinstance(part, str) else part)
+    last = {"delta": {}} if is_chat else {"text": ""}
+    told.append({"choices": [last | {"finish_reason": reason, "logprobs": None}]})
+    told.append({"choices": [], "usage": {"completion_tokens": 9}})
+    lines = [b"data: %s\n\n" % json.dumps(each).encode() for each in told]
+    kind = b"Content-Type: text/event-stream; charset=utf-8\r\n"
+    return [b"HTTP/1.1 200 OK\r\n%s\r\n" % kind, *lines, b": kept alive\n\n", b"data: [DONE]\n\n"]
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_streamed_answer_is_as_a_whole_one(
+    serve: Callable[[Script], Server], is_chat: bool
+) -> None:
+    """Answers longer than ``timeout`` would be ended and asked for again, without end."""
+    pieces = ["Yes", ", ", "\u2028\u00e9", "\n\ndata: no", "."]
+
+    def script(n: int, path: str, body: dict[str, Any]) -> Any:
+        return 200, Drip(events(body, *pieces, reason="length"), pause=0.1), {}
+
+    pair = {"id": "p", "kind": "completion", "prompt": "def", "completion": "old"}
+    talk = dialogue(chats("a")[0] if is_chat else pair)
+    sampling = Sampling(max_new_tokens=11, logprobs=1)
+    client = client_of(serve(script), timeout=0.5, retries=0)
+    found = client_module.next_answer(client, "m", sampling, talk)
+    assert found.text == "".join(pieces)
+    assert (found.finish_reason, found.num_tokens) == ("length", 9)
+    assert list(found.likely) == [(place, [place], [-0.5]) for place in range(5)]
+
+
+BROKEN: dict[str, Callable[[dict[str, Any]], list[bytes]]] = {
+    "no end": lambda body: events(body, "Yes")[:-1],
+    "nothing": lambda body: events(body)[:1],
+    "an error": lambda body: events(body, "Yes", {"error": {"message": "out of memory"}}),
+    "no object": lambda body: events(body, [1]),
+    "no choices": lambda body: events(body, {"choices": None}),
+    "no text": lambda body: events(body, {"choices": [{"delta": {"content": 7}}]}),
+    "no JSON": lambda body: [*events(body, "Yes")[:2], b"data: {\n\n", b"data: [DONE]\n\n"],
+    "too deep": lambda body: [events(body)[0], b"data: " + b"[" * 200_000 + b"\n\n"],
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_answer_that_broke_off_is_asked_for_again(
+    serve: Callable[[Script], Server], name: str
+) -> None:
+    """Half of a sentence, from a server that ran out of memory, would be learned as an answer."""
+
+    def script(n: int, path: str, body: dict[str, Any]) -> Any:
+        return 200, Drip(BROKEN[name](body) if n < 2 else events(body, "Yes", ".")), {}
+
+    server = serve(script)
+    total = ask(server, chats("a"))
+    assert total.answered[0]["messages"][-1]["content"] == "Yes." and len(server.seen) == 3
 
 
 HEADER = b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n"
