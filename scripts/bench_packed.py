@@ -1,6 +1,7 @@
-"""Measure passes in bfloat16 on a CPU with packed weights beside the same ones as torch keeps them.
+"""Measure passes on a CPU with packed weights beside the same ones as torch keeps them.
 
     python scripts/bench_packed.py --base smollm2 --out packed.json
+    python scripts/bench_packed.py --base smollm2 --dtype float32 --out packed_float32.json
 
 Passes over one token, over trees and over a batch's rows, with a cache, in turn; the ratio is the
 median over pairs of neighbouring calls. Whether their logits have the same bits is said beside. On
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import harness
 import torch
@@ -34,6 +35,7 @@ class Settings:
 
     Attributes:
         base: folder or hub name of a model
+        dtype: of its weights
         threads: 0: all
         nodes: of one row's trees
         rows: of batches of one token each
@@ -43,6 +45,7 @@ class Settings:
     """
 
     base: str
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     threads: int = 0
     nodes: tuple[int, ...] = (1, 2, 8, 12, 16, 32)
     rows: tuple[int, ...] = (8, 64)
@@ -91,9 +94,9 @@ def main() -> None:
     """Measure and print."""
     given = harness.parse(Settings)
     hardware.pin_threads(given.threads)
-    model = load_base_model(given.base, dtype="bfloat16", device="cpu")
+    model = load_base_model(given.base, dtype=given.dtype, device="cpu")
     if not any(isinstance(layer, PackedLinear) for layer in model.modules()):
-        raise SystemExit("nothing is packed here: this processor or oneDNN has no bfloat16")
+        raise SystemExit(f"nothing is packed here: this processor or oneDNN has no {given.dtype}")
     models = {"torch": unpacked(model), "packed": model}
     shapes = [(1, n) for n in given.nodes] + [(n, 1) for n in given.rows]
     found = []

@@ -4,12 +4,16 @@ oneDNN multiplies bfloat16 in blocks of its own, and for a weight that lies as t
 copies these blocks together in every call. For the few rows of a decoding step that takes longer
 than the product. Laid out once, by torch's ``mkldnn`` operators, a pass over one token takes three
 quarters of its time and one over a tree's nodes less than two thirds, with the same bits
-(``scripts/bench_packed.py``). The second copy needs as much memory as the weights.
+(``scripts/bench_packed.py``). In float32 torch asks MKL, whose products of four rows and more take
+two to four times as long as those of up to three; packed they hardly take longer, with other bits.
+The second copy needs as much memory as the weights.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +31,8 @@ MOST_ROWS = 256
 _SMALL = 16**3
 # What oneDNN is told of the number of rows, which decides the layout; others may follow.
 _FEW_ROWS = 16
+# In float32, MKL's products of fewer rows take no longer, and plain decoding keeps its bits.
+_FEWEST_FLOAT32_ROWS = 4
 # how often a module was told that it will learn: what was made of its weights is then void
 _num_dropped = 0
 
@@ -43,8 +49,8 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # the name that torch gives it
         """Map [..., in] to [..., out]."""
-        if torch.compiler.is_compiling():
-            return super().forward(input)
+        if torch.compiler.is_compiling() or _left_to_mkl(input):
+            return F.linear(input, self.weight, self.bias)
         weight = self.weight
         if torch.is_grad_enabled() or weight.requires_grad:
             self._packed = None
@@ -64,15 +70,15 @@ class PackedLinear(nn.Linear):
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Let linear layers in bfloat16 on a CPU multiply with packed weights, where memory allows it.
+    """Let linear layers on a CPU multiply with packed weights, where memory allows it.
+
+    In bfloat16 where the processor has it, and in float32 on x86, where it was measured.
 
     Layers of classes that compute in a way of their own stay as they are.
 
     Args:
         module: a model or heads, where and as they will be used; changed in place.
     """
-    if not _has_kernel():
-        return
     linears = (part for part in module.modules() if isinstance(part, nn.Linear))
     layers = [each for each in linears if type(each).forward is nn.Linear.forward]
     layers = [each for each in layers if _is_ours(each.weight) and each.weight.numel() > _SMALL]
@@ -97,11 +103,15 @@ def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
     What it maps may have another dtype than the weight, and forms no gradient.
     """
     weight = weight.detach()
-    here = weight.dtype == torch.bfloat16 and weight.is_cpu and _has_kernel()
-    if not here or weight.numel() <= _SMALL:
+    if not (weight.is_cpu and _has_kernel(weight.dtype)) or weight.numel() <= _SMALL:
         return lambda x: F.linear(x.to(weight.dtype), weight)
     packed = _laid_out(weight)
-    return lambda x: _multiplied(x.to(weight.dtype), packed, None)
+
+    def multiply(x: Tensor) -> Tensor:
+        x = x.to(weight.dtype)
+        return F.linear(x, weight) if _left_to_mkl(x) else _multiplied(x, packed, None)
+
+    return multiply
 
 
 class KeptProduct:
@@ -145,14 +155,23 @@ def _state(weight: Tensor) -> tuple[int, int]:
     return weight.data_ptr(), weight._version
 
 
-def _has_kernel() -> bool:
-    here = torch.backends.mkldnn.is_available()
-    return here and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+@functools.cache
+def _has_kernel(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.float32:
+        return platform.machine() in ("x86_64", "AMD64")
+    return dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _is_ours(weight: Tensor) -> bool:
     # what was made in inference mode counts no writes
-    return weight.dtype == torch.bfloat16 and weight.is_cpu and not weight.is_inference()
+    return weight.is_cpu and not weight.is_inference() and _has_kernel(weight.dtype)
+
+
+def _left_to_mkl(x: Tensor) -> bool:
+    """Say whether rows [..., in] are so few that MKL multiplies them as fast."""
+    return x.dtype == torch.float32 and x.numel() < _FEWEST_FLOAT32_ROWS * x.shape[-1]
 
 
 def _physical_memory() -> int:

@@ -409,7 +409,7 @@ def test_every_kind_of_heads_comes_back(
             each.logits(each.contextual(hidden, positions), output, tokens, embed)
             for each in (heads, loaded)
         )
-    assert torch.equal(found, expected)
+    torch.testing.assert_close(found, expected)  # loaded heads multiply with packed weights
 
 
 def test_a_tree_uses_no_token_that_pruned_heads_do_not_know(

@@ -12,14 +12,20 @@ from specheads.models import adapters, packed
 from specheads.models.blocks import ZeroLinear
 from specheads.models.packed import KeptProduct, PackedLinear, pack_linears, product
 
-pytestmark = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here"
-)
+DTYPES = (torch.bfloat16, torch.float32)
 
 
-def _layer(*, bias: bool = True) -> PackedLinear:
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Return each dtype whose products are packed here."""
+    if not packed._has_kernel(request.param):
+        pytest.skip(f"oneDNN has no {request.param} here")
+    return request.param
+
+
+def _layer(dtype: torch.dtype, *, bias: bool = True) -> PackedLinear:
     torch.manual_seed(0)
-    layer = nn.Linear(96, 160, bias=bias).to(torch.bfloat16).eval()
+    layer = nn.Linear(96, 160, bias=bias).to(dtype).eval()
     pack_linears(layer)
     assert isinstance(layer, PackedLinear)
     return layer.requires_grad_(False)
@@ -30,18 +36,21 @@ def _close(layer: nn.Linear, x: Tensor) -> bool:
     expected = nn.functional.linear(
         x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double()
     )
+    near = 1e-5 if x.dtype == torch.float32 else 1e-2
     with torch.no_grad():
-        return torch.allclose(layer(x).double(), expected, rtol=1e-2, atol=1e-2)
+        return torch.allclose(layer(x).double(), expected, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 96), (1, 12, 96), (3, 5, 96), (7, 96), (96,), (0, 96)])
-def test_products_are_right_for_every_shape(shape: tuple[int, ...], bias: bool) -> None:
+def test_products_are_right_for_every_shape(
+    shape: tuple[int, ...], dtype: torch.dtype, bias: bool
+) -> None:
     """Prevents a layout made for some number of rows from giving other rows wrong numbers."""
-    layer = _layer(bias=bias)
-    _close(layer, torch.randn(2, 96, dtype=torch.bfloat16))  # lays it out
+    layer = _layer(dtype, bias=bias)
+    _close(layer, torch.randn(4, 96, dtype=dtype))  # lays it out
     assert layer._packed is not None
-    x = torch.randn(shape, dtype=torch.bfloat16)
+    x = torch.randn(shape, dtype=dtype)
     with torch.no_grad():
         assert layer(x).shape == (*shape[:-1], 160)
     assert _close(layer, x)
@@ -74,68 +83,82 @@ def _stepped_and_frozen(layer: nn.Linear) -> None:
 
 
 def _wider(layer: nn.Linear) -> None:
-    layer.float()
+    layer.double()
 
 
 @pytest.mark.parametrize(
     "change", [_in_place, _replaced, _loaded, _stepped, _stepped_and_frozen, _wider]
 )
-def test_a_changed_weight_is_not_multiplied_as_it_was(change: Callable[[nn.Linear], None]) -> None:
+def test_a_changed_weight_is_not_multiplied_as_it_was(
+    change: Callable[[nn.Linear], None], dtype: torch.dtype
+) -> None:
     """Prevents figures of a base in training that are those of the base it was before."""
-    layer = _layer()
-    assert _close(layer, torch.randn(4, 96, dtype=torch.bfloat16))
+    layer = _layer(dtype)
+    assert _close(layer, torch.randn(4, 96, dtype=dtype))
     change(layer)
     assert _close(layer, torch.randn(4, 96, dtype=layer.weight.dtype))
 
 
-def test_gradients_are_formed_as_ever() -> None:
+def test_gradients_are_formed_as_ever(dtype: torch.dtype) -> None:
     """Prevents heads behind the base's output matrix from learning nothing, without an error."""
-    layer, x = _layer(), torch.randn(4, 96, dtype=torch.bfloat16, requires_grad=True)
+    layer, x = _layer(dtype), torch.randn(4, 96, dtype=dtype, requires_grad=True)
     assert _close(layer, x.detach())
     layer(x).sum().backward()
     assert layer._packed is None
-    assert x.grad is not None and torch.equal(
-        x.grad, layer.weight.detach().float().sum(0).bfloat16().expand(4, -1)
-    )
+    expected = layer.weight.detach().double().sum(0).expand(4, -1)
+    assert x.grad is not None
+    near = 1e-5 if dtype == torch.float32 else 1e-2
+    assert torch.allclose(x.grad.double(), expected, rtol=near, atol=near)
 
 
-def test_a_copy_has_all_but_the_packed_weight() -> None:
+def test_a_copy_has_all_but_the_packed_weight(dtype: torch.dtype) -> None:
     """Prevents torch's refusal to copy what oneDNN keeps, where a base is copied to measure it."""
-    layer, x = _layer(), torch.randn(4, 96, dtype=torch.bfloat16)
+    layer, x = _layer(dtype), torch.randn(4, 96, dtype=dtype)
     assert _close(layer, x)
     other = copy.deepcopy(layer)
     assert other._packed is None and _close(other, x)
     assert other.state_dict().keys() == {"weight", "bias"}
 
 
-def test_only_plain_layers_in_bfloat16_within_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_plain_layers_within_the_memory(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     """Prevents a layer that computes otherwise from being replaced, and a machine from swapping."""
 
     class Other(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + 1
 
-    parts = nn.Sequential(Other(96, 96), nn.Linear(96, 96)).to(torch.bfloat16)
-    parts.append(nn.Linear(96, 96))
-    parts.append(nn.Linear(64, 64, dtype=torch.bfloat16))  # torch's own library for one row of it
-    parts.append(ZeroLinear(96, 96, dtype=torch.bfloat16))  # starts otherwise, computes the same
+    parts = nn.Sequential(Other(96, 96), nn.Linear(96, 96)).to(dtype)
+    parts.append(nn.Linear(96, 96, dtype=torch.float64))
+    parts.append(nn.Linear(64, 64, dtype=dtype))  # torch's own library for one row of it
+    parts.append(ZeroLinear(96, 96, dtype=dtype))  # starts otherwise, computes the same
     pack_linears(parts)
     packs = [isinstance(part, PackedLinear) for part in parts]
     assert packs == [False, True, False, False, True]
     monkeypatch.setattr(packed, "_physical_memory", lambda: 8 * 96 * 96)
-    large = nn.Linear(96, 96).to(torch.bfloat16)
+    large = nn.Linear(96, 96).to(dtype)
     pack_linears(large)
     assert type(large) is nn.Linear
 
 
-def test_many_rows_alone_lay_nothing_out() -> None:
+def test_many_rows_alone_lay_nothing_out(dtype: torch.dtype) -> None:
     """Prevents a run that collects features from holding its base twice for nothing."""
-    layer = _layer()
-    assert _close(layer, torch.randn(packed.MOST_ROWS + 1, 96, dtype=torch.bfloat16))
+    layer = _layer(dtype)
+    assert _close(layer, torch.randn(packed.MOST_ROWS + 1, 96, dtype=dtype))
     assert layer._packed is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_few_rows_in_float32_keep_their_bits() -> None:
+    """Prevents plain decoding in float32 from being slower, and other than without packing."""
+    layer = _layer(torch.float32)
+    assert _close(layer, torch.randn(4, 96))
+    for shape in ((1, 96), (3, 1, 96)):
+        x = torch.randn(shape)
+        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_product_alone_is_the_layers(dtype: torch.dtype) -> None:
     """Prevents heads that share rows of the base's matrix from guessing by other numbers."""
     torch.manual_seed(0)
@@ -146,7 +169,7 @@ def test_a_product_alone_is_the_layers(dtype: torch.dtype) -> None:
     assert torch.allclose(product(weight.t().contiguous().t())(x).double(), expected, atol=1e-1)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "change", [_in_place, _replaced, _loaded, _stepped, _stepped_and_frozen, _wider]
 )
