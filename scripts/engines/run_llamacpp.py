@@ -82,6 +82,8 @@ def words_of(job: Mapping[str, Any], batch: int) -> list[str]:
     if told["speculative"]:
         given = told["speculative"]
         words += ["--spec-type", given["method"]]
+        for key, value in given["settings"].items():
+            words += [f"--spec-{given['method']}-{key}", value]
         if given["model"]:
             words += ["-md", given["model"], "--spec-draft-n-max", str(given["guesses"])]
             words += ["-td", threads, "-tbd", threads]
@@ -108,6 +110,9 @@ def params_of(job: Mapping[str, Any], batch: int) -> Any:
         name = given["method"].upper().replace("-", "_")
         kinds = xllamacpp.common_speculative_type
         asked.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{name}")]
+        for key, value in given["settings"].items():
+            place = getattr(asked.speculative, given["method"].replace("-", "_"))
+            setattr(place, key.replace("-", "_"), int(value))
         if given["model"]:
             draft.mparams.path, draft.n_max = given["model"], given["guesses"]
     return asked
