@@ -401,9 +401,8 @@ class _Health:
         if not self.answered and self.num_failed >= self.num_threads:
             self.check_end()
         if self.num_failed >= max(8, 2 * self.num_threads):
-            raise RunError(
-                f"{self.url} has stopped answering: {self.last}; the same command goes on"
-            )
+            last = self.last.rstrip(".")
+            raise RunError(f"{self.url} has stopped answering: {last}; the same command goes on")
 
     def check_end(self) -> None:
         """Raise RunError if no request ever went well."""
