@@ -248,12 +248,14 @@ def text_copies(place: str, note: str = "", needed: str = "") -> list[Serving]:
         note: for transformers.
         needed: the beginning of vLLM's note.
     """
+    # it looks for the last 12 tokens by default, which hardly ever come again in a short text
+    copied = f"--spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m {COPIED}"
     return [
         transformers(place, f"prompt_lookup_num_tokens={COPIED}", note),
         vllm(place, proposer_settings(), needed + _BESIDE),
         sglang(place, "NGRAM", num_draft_tokens=COPIED),
         tensorrt(place, decoding_type="NGram", max_draft_len=COPIED, max_matching_ngram_size=4),
-        llama_cpp(f"base.gguf --spec-type ngram-simple --spec-ngram-simple-size-m {COPIED}", place),
+        llama_cpp(f"base.gguf --spec-type ngram-simple {copied}", place),
     ]
 
 

@@ -221,7 +221,8 @@ def test_llama_cpp_is_given_options_that_it_has() -> None:
     draft = command("llama.cpp", "draft", {"kind": "draft", "base": {"name": "org/base"}})
     assert "-md draft.gguf --spec-type draft-simple --spec-draft-n-max 4" in draft
     copies = command("llama.cpp", "plain", {})
-    assert copies.endswith("--spec-type ngram-simple --spec-ngram-simple-size-m 8")
+    settings = "--spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 8"
+    assert copies.endswith(f"--spec-type ngram-simple {settings}")
     mtp_heads = command("llama.cpp", "mtp_standard", mtp("glm4_moe"))
     assert mtp_heads.endswith("--spec-type draft-mtp --spec-draft-n-max 3")
 
