@@ -31,7 +31,7 @@ MOST_ROWS = 256
 _SMALL = 16**3
 # What oneDNN is told of the number of rows, which decides the layout; others may follow.
 _FEW_ROWS = 16
-# In float32, MKL's products of fewer rows take no longer, and plain decoding keeps its bits.
+# In float32, MKL's products of fewer rows take no longer, so a plain step stays as it is.
 _FEWEST_FLOAT32_ROWS = 4
 # how often a module was told that it will learn: what was made of its weights is then void
 _num_dropped = 0
