@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             ways += of_engine(engine, ids)
     ways = [way for way in ways if not given.engines or way.engine in given.engines]
     ways = [way for way in ways if not given.only or way.name in (PLAIN, *given.only)]
-    kept = given.place / f"clocked-{given.num_prompts}-{given.max_new_tokens}"
+    kept = given.work / f"clocked-{given.num_prompts}-{given.max_new_tokens}"
     found: dict[tuple[str, str], list[Any]] = {(way.engine, way.name): [] for way in ways}
     for number in range(given.rounds):
         for way in ways[:: -1 if number % 2 else 1]:

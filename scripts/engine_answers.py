@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Ask, kill, ask on, compare, write; return the exit code."""
     given = harness.parse(Settings, argv)
     engine = engines.Vllm(given)
-    work = given.place / "answers"
+    work = given.work / "answers"
     work.mkdir(parents=True, exist_ok=True)
     there, here = work / "endpoint.jsonl", work / "own.jsonl"
     there.unlink(missing_ok=True)

@@ -111,7 +111,7 @@ class Asked:
         return [] if self.minutes == Asked.minutes else [f"{self.minutes:g}min"]
 
     @property
-    def place(self) -> Path:
+    def work(self) -> Path:
         """Return the folder of what is made with exports that were trained for so long."""
         return (self.runs / self.base).joinpath(*self.other_minutes)
 
@@ -226,7 +226,7 @@ class Engine(ABC):
     def drafter(self, case: Case, export: Path) -> tuple[Path, Path]:
         """Return the export that our own decoding reads for a case, and what the engine does."""
         # an engine takes words in a path for the kind of a drafter, so the case's name is its last
-        folder = self.given.place / "written" / self.where / case.name
+        folder = self.given.work / "written" / self.where / case.name
         if not folder.is_dir():
             words = [f"checkpoint={export}", f"format={case.form}", f"output={folder}", *case.words]
             if harness.run_command(["-m", "specheads.export", *words, "dtype=float32"]):
@@ -336,7 +336,7 @@ class LlamaCpp(Engine):
     def converted(self, folder: Path) -> Path:
         """Return a folder's model as a GGUF file, by llama.cpp's own converter."""
         target = Path(resolve_name(self.given.base))
-        kept = self.given.place / "written" / self.where
+        kept = self.given.work / "written" / self.where
         kind = "bf16" if self.dtype == "bfloat16" else "f32"
         path = kept / f"{'base' if folder == target else folder.name}-{kind}.gguf"
         if not path.is_file():
@@ -427,7 +427,7 @@ class OpenVino(Engine):
     def converted(self, folder: Path) -> Path:
         """Return a folder's model as OpenVINO reads it, in float32."""
         target = Path(resolve_name(self.given.base))
-        kept = self.given.place / "written" / self.where
+        kept = self.given.work / "written" / self.where
         path = kept / f"{'base' if folder == target else folder.name}-ir"
         if not path.is_dir():
             command = self.place / "bin" / "optimum-cli"
@@ -620,7 +620,7 @@ def engine_run(
     One that is held to our decoding also answers requests that come and go, if the base is small.
     """
     given, python = engine.given, engine.install()
-    work = given.place / "jobs"
+    work = given.work / "jobs"
     work.mkdir(parents=True, exist_ok=True)
     name = f"{engine.name}_{case.name if case else 'plain'}"
     job, out, said = (work / f"{name}{end}" for end in (".json", "_out.json", ".log"))
@@ -701,7 +701,7 @@ def listening(engine: Engine, words: Sequence[str], place: Path) -> Iterator[str
     unlike = ("VLLM_ENABLE_V1_MULTIPROCESSING", "PYTHONPATH")
     environ = {key: value for key, value in environ_of(engine).items() if key not in unlike}
     environ["PATH"] = os.pathsep.join([str(bin_folder), os.environ["PATH"]])
-    work = engine.given.place / "jobs"
+    work = engine.given.work / "jobs"
     work.mkdir(parents=True, exist_ok=True)
     with (work / "serve.txt").open("w") as log:
         running = subprocess.Popen(
@@ -816,7 +816,7 @@ def judged(
 
 def beside(given: Asked, num_prompts: int, name: str) -> Path:
     """Return the file of answers that formats are held to."""
-    return given.place / f"plain-{num_prompts}-{given.max_new_tokens}" / name
+    return given.work / f"plain-{num_prompts}-{given.max_new_tokens}" / name
 
 
 @dataclass(frozen=True)
@@ -874,7 +874,7 @@ class Bench:
         """Return what a printed command gives over HTTP, beside the same without speculation."""
         engine, given, prompts = self.engine, self.given, self.prompts
         assert drafter is not None
-        words, place = printed(drafter[1]), given.place / "served"
+        words, place = printed(drafter[1]), given.work / "served"
         place.mkdir(exist_ok=True)
         for there in (harness.ROOT / "data", drafter[1]):  # by the names that the card has
             (place / there.name).unlink(missing_ok=True)
@@ -921,7 +921,7 @@ def held(bench: Bench, cases: Sequence[Case], exports: Mapping[str, Path]) -> bo
     engine, given, failed = bench.engine, bench.given, False
     number = [str(given.num_prompts)] if given.num_prompts else []
     name = "_".join([given.base, *number, *given.other_minutes])
-    kept, out = given.place / f"results-{name}", given.out / name
+    kept, out = given.work / f"results-{name}", given.out / name
     at_once, kind = (1, "serve_") if given.serve else (os.cpu_count() or 1, "")
     paths = {case: kept / f"{engine.name}_{kind}{case.name}.json" for case in cases}
     missing = [case for case in cases if not paths[case].is_file()]
