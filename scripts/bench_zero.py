@@ -107,9 +107,10 @@ def storages(tensors: Iterable[Any]) -> dict[int, int]:
     """Return address -> bytes of what ``tensors`` lie in, each once."""
     found: dict[int, int] = {}
     for tensor in tensors:
-        # a compiler that ran in this process leaves tensors that lie nowhere, tests others
+        # what ran in this process before may have left a compiler's tensors, which lie nowhere, and
+        # oneDNN's packed weights, which do not say where
         real = isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor)
-        if real and tensor.device.type in ("cpu", "cuda"):
+        if real and tensor.layout == torch.strided and tensor.device.type in ("cpu", "cuda"):
             storage = tensor.untyped_storage()
             if storage.nbytes() >= SMALL:
                 found[storage.data_ptr()] = storage.nbytes()
