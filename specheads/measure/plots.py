@@ -7,6 +7,7 @@ children, and what is not passed on is where steps end there.
 
 from __future__ import annotations
 
+import colorsys
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.attention.tree import Choice, Tree
-from specheads.measure.rows import in_order
+from specheads.measure.rows import in_order, only_copies
 from specheads.system.files import filled
 
 _BAR = 40  # characters of a certain node
@@ -23,6 +24,7 @@ _ROW = 15.0  # least height of a node, for its label
 _GAP = 4.0
 _COLUMN = 118.0
 _LEFT, _TOP, _MARGIN = 24.0, 84.0, 28.0
+_NOTE, _LETTER = 640.0, 9.5  # what the line below the title takes, and a letter of the title
 _BLOCKS = " ▏▎▍▌▋▊▉█"  # eighths of a character
 
 
@@ -80,7 +82,7 @@ def tree_svg(tree: Tree, acceptance: Sequence[float], *, title: str) -> str:
     columns = [f"{_x(depth):.0f}" for depth in range(tree.max_depth + 1)]
     return filled(
         Path(__file__).with_name("tree.svg.j2"),
-        width=f"{max(_x(tree.max_depth + 1), 520.0):.0f}",
+        width=f"{max(_x(tree.max_depth + 1), _NOTE, 2 * _LEFT + _LETTER * len(title)):.0f}",
         height=f"{_TOP + height + _MARGIN:.0f}",
         title=title,
         columns=columns,
@@ -110,13 +112,22 @@ def _place(node: Choice, chance: float, top: float, below: Below, nodes: list[Sh
     return max(thick, _ROW, place - _GAP - top)
 
 
-# beside each other on white, and told apart by people who do not see red or green
+# beside each other on white and on black, and told apart by people who do not see red or green
 _COLORS = (
-    "#2f6f9f", "#e0b15e", "#4b9b86", "#b0578d", "#7fb0d3", "#c4653a", "#6b6ecf", "#8c8c2f",
-    "#66727f", "#111111",
+    "#3b82b8", "#e0b15e", "#4b9b86", "#b0578d", "#7fb0d3", "#c4653a", "#7b7ee0", "#9a9a35",
+    "#d98fb5", "#8a6b52",
 )  # fmt: skip
-_BASELINE = "#9aa5b1"
-_BASELINES = {"plain": ("#111111", "-"), "one_by_one": ("#66727f", ":")}
+_BASELINE, _TEXT = "#9aa5b1", "#000000"  # black becomes the page's own colour of text
+_BASELINES = {"plain": (_TEXT, "-"), "one_by_one": ("#7d8894", ":")}
+_TURN = 0.618034  # of the circle of hues, which so comes nowhere twice
+
+
+def _color(index: int) -> str:
+    """Return the colour of the method of this number; no two methods share one."""
+    if index < len(_COLORS):
+        return _COLORS[index]
+    rgb = colorsys.hls_to_rgb(index * _TURN % 1, 0.55, 0.55)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
 
 
 def draw(result: Mapping[str, Any]) -> dict[str, str]:
@@ -134,7 +145,7 @@ def draw(result: Mapping[str, Any]) -> dict[str, str]:
     here = [row for row in rows if row["temperature"] == temperature]
     alone = [row for row in rows if row["batch"] == 1]
     methods = dict.fromkeys(row["method"] for row in rows if row["drafter"])
-    colors = {method: _COLORS[i % len(_COLORS)] for i, method in enumerate(methods)}
+    colors = {method: _color(index) for index, method in enumerate(methods)}
     at = f"T={temperature:g}"
     found = {"speed": _draw("speed", lambda axes: _speed(axes, alone, colors))}
     if len({row["batch"] for row in rows}) > 1:
@@ -156,7 +167,7 @@ Colors = Mapping[str, str]
 
 
 def _draw(name: str, paint: Callable[[Axes], None], panels: int = 1, width: float = 9.0) -> str:
-    """Return a figure's SVG; the same figures give the same bytes."""
+    """Return a figure's SVG, which the page's colours reach; the same figures, the same bytes."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -169,8 +180,8 @@ def _draw(name: str, paint: Callable[[Axes], None], panels: int = 1, width: floa
             each.spines[["top", "right"]].set_visible(False)
         paint(axes)
         out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    svg = out.getvalue()
+        figure.savefig(out, format="svg", metadata={"Date": None}, transparent=True)
+    svg = out.getvalue().replace(_TEXT, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     # pictures of one page must not share names of parts
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
@@ -184,9 +195,12 @@ def _label(ax: Any, title: str, y: str, x: str = "") -> None:
 
 
 def _speed(axes: Axes, rows: Rows, colors: Colors) -> None:
-    """Draw speed-ups side by side, a group per temperature, with their intervals."""
+    """Draw speed-ups side by side, a group per temperature, with their intervals.
+
+    What is trained is filled, what only copies is hatched.
+    """
     (ax,) = axes
-    temperatures = [t for (t,) in in_order(rows, "temperature")]
+    temperatures = sorted({row["temperature"] for row in rows})
     methods = [method for (method,) in in_order(rows, "method") if method != "plain"]
     width = 0.84 / max(len(methods), 1)
     for index, method in enumerate(methods):
@@ -194,13 +208,17 @@ def _speed(axes: Axes, rows: Rows, colors: Colors) -> None:
         shift = (index - (len(methods) - 1) / 2) * width
         places = [temperatures.index(row["temperature"]) + shift for row in of]
         color = colors.get(method, _BASELINE)
-        ax.bar(places, [row["speedup_vs_plain"] for row in of], width, color=color, label=method)
+        look = {"color": color}
+        if only_copies(of[0]):
+            look = {"facecolor": "none", "edgecolor": color, "hatch": "////"}
+        ax.bar(places, [row["speedup_vs_plain"] for row in of], width, label=method, **look)
         bounds = zip(*(row["speedup_vs_plain_ci95"] for row in of), strict=True)
-        ax.vlines(places, *bounds, color="#1f2933", linewidth=0.8)
+        ax.vlines(places, *bounds, color=_TEXT, linewidth=0.8)
     ax.axhline(1, color=_BASELINE, linewidth=1)
     ax.set_xticks(range(len(temperatures)), [f"T={each:g}" for each in temperatures], fontsize=8)
     ax.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    _label(ax, "One prompt at a time, with 95% intervals", "speed-up over plain decoding")
+    title = "One prompt at a time, with 95% intervals; hatched: copies, nothing trained"
+    _label(ax, title, "speed-up over plain decoding")
 
 
 def _batches(axes: Axes, rows: Rows, colors: Colors, at: str) -> None:
@@ -209,9 +227,9 @@ def _batches(axes: Axes, rows: Rows, colors: Colors, at: str) -> None:
     for (method,) in in_order(rows, "method"):
         of = sorted((r for r in rows if r["method"] == method), key=lambda row: row["batch"])
         batches = [row["batch"] for row in of]
-        color, line = _BASELINES.get(method, (_BASELINE, "--"))
+        color, line = _BASELINES.get(method, (_BASELINE, "-."))
         if method in colors:
-            color, line = colors[method], "-"
+            color, line = colors[method], "--" if only_copies(of[0]) else "-"
         look = {"color": color, "marker": "o", "markersize": 3, "linestyle": line}
         left.plot(batches, [row["tokens_per_second"] for row in of], label=method, **look)
         if method in colors:
@@ -221,8 +239,8 @@ def _batches(axes: Axes, rows: Rows, colors: Colors, at: str) -> None:
         ax.set_xscale("log", base=2)
         ax.set_xticks(sizes, [str(size) for size in sizes])
         ax.minorticks_off()
-    _label(left, f"In batches, {at}", "tokens per second", "batch")
-    _label(right, "", "speed-up over plain decoding in that batch", "batch")
+    _label(left, f"In batches, {at}; dashed: copies", "tokens per second", "batch")
+    _label(right, "Speed-up in batches", "over plain decoding in that batch", "batch")
     left.legend(frameon=False, fontsize=7)
 
 
@@ -230,7 +248,7 @@ def _heads(axes: Axes, heads: Mapping[str, Mapping[str, Any]], at: str) -> None:
     for ax, (name, measured) in zip(axes, heads.items(), strict=True):
         for index, each in enumerate(measured["heads"]):
             ks = range(1, len(each["top"]) + 1)
-            look = {"marker": "o", "markersize": 3, "color": _COLORS[index % len(_COLORS)]}
+            look = {"marker": "o", "markersize": 3, "color": _color(index)}
             ax.plot(ks, each["top"], label=f"head {each['head']}", **look)
         ax.set_ylim(0, 1)
         _label(ax, f"{name}, {at}", "right token among them", "guesses per head")

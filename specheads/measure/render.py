@@ -15,7 +15,14 @@ from statistics import median
 from typing import Any
 
 from specheads.measure.plots import draw
-from specheads.measure.rows import DRIFT_LIMIT, crossovers, failures, format_pairs, in_order
+from specheads.measure.rows import (
+    DRIFT_LIMIT,
+    crossovers,
+    failures,
+    format_pairs,
+    in_order,
+    only_copies,
+)
 from specheads.system.files import filled
 from specheads.system.hardware import SHARE_LIMIT
 
@@ -119,8 +126,10 @@ PAGE_COLUMNS: Columns = {
 
 
 def make_table(rows: Iterable[Row], columns: Columns) -> Table:
-    """Return a line for each of ``rows``."""
-    return Table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
+    """Return a line for each of ``rows``; columns that none of them fills are left out."""
+    rows = list(rows)
+    filled_in = [name for name, cell in columns.items() if any(map(cell, rows))]
+    return Table(filled_in, [[columns[name](row) for name in filled_in] for row in rows])
 
 
 def _alone(rows: Iterable[Row]) -> list[Row]:
@@ -202,6 +211,35 @@ def heads_table(measured: Mapping[str, Sequence[Row]]) -> Table:
         for head in at["heads"]
     ]
     return Table(["heads of", "T", "head", "positions", *(f"top {k}" for k in numbers)], lines)
+
+
+def verdict(rows: Iterable[Row]) -> str:
+    """Return in one sentence what is fastest at each temperature, and what copying alone gives.
+
+    Lossy rules are left out, as they write other texts.
+
+    Args:
+        rows: of bench.json.
+    """
+    fair = [row for row in _drafted(rows) if "lossy" not in row["method"]]
+    said = []
+    for heat in sorted({row["temperature"] for row in fair}):
+        here = [row for row in fair if row["temperature"] == heat]
+        best = max(here, key=lambda row: row["speedup_vs_plain"])
+        name, bounds = best["method"], best["speedup_vs_plain_ci95"]
+        speed = f"{best['speedup_vs_plain']:.2f}x"
+        words = f"{name} is fastest, {speed} plain decoding's speed (95% {interval(bounds)})"
+        if bounds[0] <= 1:
+            words = "nothing is surely faster than plain decoding"
+            words += f" ({name}: {speed}, 95% {interval(bounds)})"
+        # beside copies stands what is trained, and the other way round
+        others = [row for row in here if only_copies(row) != only_copies(best)]
+        if others:
+            other = max(others, key=lambda row: row["speedup_vs_plain"])
+            kind = "copying alone" if only_copies(other) else "what is trained"
+            words += f", {kind} {other['speedup_vs_plain']:.2f}x ({other['method']})"
+        said.append(f"at T={heat:g} {words}")
+    return f"{'; '.join(said).replace('at', 'At', 1)}." if said else ""
 
 
 def headline_line(result: Mapping[str, Any]) -> str:
@@ -328,7 +366,7 @@ def sections(result: Mapping[str, Any], figures: Mapping[str, str]) -> dict[str,
     methods = in_order(rows, "method", "drafter", "tree_nodes")
     speeds = make_table(_alone(rows), PAGE_COLUMNS)
     found: dict[str, Sequence[Any]] = {
-        "Result": [headline_line(result), drawn.get("speed")],
+        "Result": [verdict(rows), drawn.get("speed"), headline_line(result)],
         "Warnings": [_warnings(result)],
         "Methods": methods,
         "One prompt at a time": [speeds],

@@ -326,6 +326,15 @@ def failures(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+# drafters that copy what was written before, by their names in rows
+_COPYING = {"ngram", "lookup", "suffix", "lookahead", "hf prompt lookup"}
+
+
+def only_copies(row: Mapping[str, Any]) -> bool:
+    """Tell whether a row's drafter copies from texts and nothing of it was trained."""
+    return bool(row["drafter"]) and _COPYING.issuperset(row["drafter"].split("+"))
+
+
 # what the parts of a merged drafter's name are called where they are measured alone
 _ALONE = {"heads": ("tree", "tree_dynamic"), "lookup": ("lookup", "prompt_lookup")}
 _TRANSFORMERS = {

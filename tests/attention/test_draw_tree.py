@@ -42,6 +42,18 @@ def test_edges_are_as_wide_as_they_are_probable() -> None:
         assert float(each.get("y", "0")) < float(svg.get("height", "0"))
 
 
+@pytest.mark.parametrize(
+    "title", ["2 nodes", "runs/a/folder/of/somebody/with/a/long/name: 2 nodes, T=0"]
+)
+def test_nothing_is_cut_off(title: str) -> None:
+    """A tree of one level was narrower than the words above it, whose ends nobody could read."""
+    svg = ElementTree.fromstring(tree_svg(Tree.chain(1), [0.5], title=title))
+    for each in svg.findall("{http://www.w3.org/2000/svg}text"):
+        wide = 9.0 if each.get("class") == "title" else 6.5  # of bold letters of 15 px, and of 12
+        end = float(each.get("x", "0")) + wide * len("".join(each.itertext()))
+        assert end < float(svg.get("width", "0"))
+
+
 def test_every_node_needs_its_probability() -> None:
     """Probabilities of another tree would be drawn onto this one."""
     with pytest.raises(ValueError, match="shorter than"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 from collections import defaultdict
 from html.parser import HTMLParser
@@ -15,7 +16,9 @@ import pytest
 from specheads.bench import run as bench
 from specheads.config import BenchConfig, ConfigError
 from specheads.formats import card
-from specheads.measure.render import html_page, sections
+from specheads.measure.plots import draw
+from specheads.measure.render import html_page, sections, verdict
+from specheads.measure.rows import only_copies
 from specheads.models.checkpoint import read_config
 from tests.processes import ROOT
 
@@ -191,6 +194,48 @@ def test_the_report_is_one_file(folder: Path, result: dict[str, Any]) -> None:
     assert result["environment"]["processor"] in shown
     assert "head 0" in shown and "In batches, T=" in shown
     assert html_page(result) == text, "the same figures, the same file"
+
+
+def test_the_report_opens_with_its_verdict(result: dict[str, Any]) -> None:
+    """A page that hides below tables that copying was faster sells what was trained."""
+
+    def row(method: str, drafter: str | None, heat: float, speed: float) -> dict[str, Any]:
+        bounds = [speed - 0.1, speed + 0.1]
+        numbers = {"temperature": heat, "speedup_vs_plain": speed, "speedup_vs_plain_ci95": bounds}
+        return {"method": method, "drafter": drafter, "batch": 1, **numbers}
+
+    rows = [
+        row("tree", "heads", 1.0, 1.02),
+        row("plain", None, 0.0, 1.0),
+        row("tree", "heads", 0.0, 1.5),
+        row("lossy_tree", "heads", 0.0, 9.0),
+        row("suffix", "suffix", 0.0, 2.0),
+    ]
+    assert verdict(rows) == (
+        "At T=0 suffix is fastest, 2.00x plain decoding's speed (95% 1.90-2.10), what is trained"
+        " 1.50x (tree); at T=1 nothing is surely faster than plain decoding (tree: 1.02x,"
+        " 95% 0.92-1.12)."
+    )
+    both = [row("tree", "heads", 0.0, 3.0), row("copies", "suffix+lookup", 0.0, 2.0)]
+    assert verdict(both).endswith("(95% 2.90-3.10), copying alone 2.00x (copies).")
+    text = html_page(result)
+    assert (
+        text.index(verdict(result["rows"]).split("'")[0]) < text.index("<svg") < text.index("<nav")
+    )
+
+
+def test_what_is_drawn_can_be_told_apart(result: dict[str, Any]) -> None:
+    """Two methods of one colour are one method to a reader, and black on black is none."""
+    row = next(each for each in result["rows"] if each["method"] == "tree" and each["batch"] == 1)
+    rows = [{**row, "method": f"tree_{number}"} for number in range(24)]
+    speed = draw({**result, "rows": rows, "heads": {}})["speed"]
+    filled = re.findall(r'<path d="[^"]*z\s*" clip-path[^>]*style="fill: (#\w+)', speed)
+    assert len(filled) == len(set(filled)) == 24
+    shown = draw(result)
+    assert not any("#000000" in svg or "#ffffff" in svg for svg in shown.values())
+    copying = {each["method"] for each in result["rows"] if only_copies(each)}
+    assert copying == {"prompt_lookup", "hf_lookup", "suffix"}
+    assert shown["speed"].count("<pattern") == len(copying)
 
 
 def test_names_do_not_become_parts_of_the_report(result: dict[str, Any]) -> None:
