@@ -183,3 +183,17 @@ def test_gains_of_engines_are_of_the_same_round() -> None:
     assert row["gain"] == pytest.approx({"median": gain, "min": gain, "max": gain})
     assert row["tokens_per_second"]["max"] == pytest.approx(11 / 4)
     assert row["texts_as_plain"] == 3
+
+
+def test_a_slow_minute_of_the_machine_is_clocked_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A neighbour on the host made an engine look half as fast, and no counter showed it."""
+    seconds, runs = iter([1.0, 3.0, 1.0, 1.1]), iter([{"run": 1}, {"run": 2}])
+    monkeypatch.setattr(bench_engines, "gauge", lambda: next(seconds))
+    way = bench_engines.Way("vllm", "vLLM", "draft", lambda: next(runs))
+    kept = tmp_path / "way.json"
+    assert bench_engines.clocked(way, kept, 1.25) == {"run": 1, "gauge": 3.0}
+    assert bench_engines.clocked(way, kept, 3.5)["run"] == 1  # slow, but not for this limit
+    assert bench_engines.clocked(way, kept, 1.25) == {"run": 2, "gauge": 1.1}
+    assert bench_engines.clocked(way, kept, 1.25)["run"] == 2
