@@ -56,10 +56,16 @@ def train(cfg: TrainConfig) -> None:
         names = sorted(path.stem for path in (conf_dir() / "recipe").glob("*.yaml"))
         raise ConfigError(f"choose a recipe: +recipe={'|'.join(names)}")
     hardware.pick_device(cfg.device)  # or a line why not, before anything is read
-    if cfg.deepspeed:
-        need("deepspeed", "deepspeed", "deepspeed=")
-    if cfg.adapter.kind == "lora":
-        need("peft", "train", "adapter=lora")
+    optimizer, quantization = cfg.optim.name, cfg.model.quantization
+    wanted = {  # before records are read, which takes minutes
+        ("deepspeed", "deepspeed", "deepspeed="): bool(cfg.deepspeed),
+        ("peft", "train", "adapter=lora"): cfg.adapter.kind == "lora",
+        ("bitsandbytes", "quant", f"model.quantization={quantization}"): quantization != "none",
+        ("bitsandbytes", "quant", f"optim.name={optimizer}"): optimizer == "adamw8bit",
+    }
+    for package, asked in wanted.items():
+        if asked:
+            need(*package)
     run = load_recipe(cfg.recipe)
     check_run_dir(Path(cfg.run_dir), cfg.resume)
     from specheads.pipeline import run_recipe

@@ -11,6 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from specheads import pipeline
 from specheads.config import (
     BenchConfig,
     ChatConfig,
@@ -252,12 +253,15 @@ def test_a_file_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("peft", ["+recipe=medusa2", "adapter=lora"], "train"),
         ("deepspeed", ["+recipe=medusa1", "deepspeed=zero1"], "deepspeed"),
+        ("bitsandbytes", ["+recipe=medusa1", "model.quantization=nf4"], "quant"),
+        ("bitsandbytes", ["+recipe=medusa1", "optim=adamw8bit"], "quant"),
     ],
 )
 def test_a_missing_extra_is_named_before_anything_is_loaded(
     module: str, words: list[str], extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An hour's run that ends in a ModuleNotFoundError, and a guess at the package's name."""
+    monkeypatch.setattr(pipeline, "run_recipe", lambda *given: pytest.fail("the run was begun"))
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == module else real(name)
