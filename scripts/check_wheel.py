@@ -25,10 +25,10 @@ LACKING = {
     "train": ["train", "+recipe=medusa1", "data=hub", "data.path=org/name"],
     "plots": ["bench", f"checkpoint={EXPORT}", "report=page.html"],
     "quant": ["train", "+recipe=medusa1", "model.quantization=nf4"],
-    "deepspeed": ["train", "+recipe=medusa2", "deepspeed=zero2"],
+    "deepspeed": ["train", "+recipe=medusa1", "deepspeed=zero2"],
     "gguf": ["generate", "checkpoint=model.gguf", "prompt=a"],
 }
-SHORT = ["steps=4", "data.max_records=200", "evaluate.num_prompts=1", "evaluate.max_new_tokens=8"]
+SHORT = ["steps=4", "data.max_records=200", "evaluate.num_prompts=1", "evaluate.max_new_tokens=16"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -77,6 +77,7 @@ def try_out(python: str, folder: Path) -> None:
         print(f"without [{extra}]: {line}", flush=True)
 
     called([*install, f"{wheel}[all]"], empty)
+    print("[all] is installed", flush=True)
     for recipe in sorted(path.stem for path in (ROOT / "conf" / "recipe").glob("*.yaml")):
         begin = time.perf_counter()
         called([specheads, "train", f"+recipe={recipe}", *SHORT], empty)

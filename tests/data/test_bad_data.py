@@ -119,8 +119,11 @@ def judged_value(row: Any) -> bool:
 
 def depth(value: Any) -> int:
     """How many objects and lists are in each other."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return isinstance(value, dict | list) + max(map(depth, inner), default=0)
+    found, level = 0, [value]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        found += 1
+        level = [x for each in level for x in (each.values() if isinstance(each, dict) else each)]
+    return found
 
 
 def is_text(value: object) -> bool:

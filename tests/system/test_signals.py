@@ -36,7 +36,13 @@ def ended(body: str, *numbers: signal.Signals, once: float = 0.1) -> tuple[int, 
     """
     lines = "".join(f"        {line}\n" for line in body.splitlines())
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(body=lines, once=once)],
+        [
+            sys.executable,
+            "-W",
+            "ignore::DeprecationWarning",
+            "-c",
+            PROGRAM.format(body=lines, once=once),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
