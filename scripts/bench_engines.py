@@ -255,6 +255,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 said = ", ".join(f"{rate(result, size):.1f} with {size}" for size in BATCHES)
                 slow = f", the machine at {result['gauge'] / least:.2f} of its best time"
                 print(f"{way.engine} {way.name}: {said} at a time, tokens/s{slow}", flush=True)
+        if all(each["gauge"] <= given.slower * least for of in found.values() for each in of):
+            break
     rows = [row_of(way, found[way.engine, way.name], found[way.engine, PLAIN]) for way in ways]
     for row in rows:
         row["machine"] = max(each["gauge"] for each in found[row["key"], row["way"]]) / least

@@ -4,13 +4,12 @@
     python scripts/check_wheel.py --python python3.13
 
 Builds the wheel and installs it, at the versions of constraints.txt, into a new environment of the
-given Python, in a folder of its own. Without extras it has to decode an export, and to name every
-extra that a command lacks in one line. With ``[all]`` every recipe has to take four steps. It needs
-an index of packages, some gigabytes and minutes.
+given Python. Without extras it has to decode an export, and to name every extra that a command
+lacks in one line. With ``[all]`` every recipe has to take four steps. It needs an index of
+packages, some gigabytes and minutes.
 """
 
 import argparse
-import contextlib
 import subprocess
 import sys
 import tempfile
@@ -35,12 +34,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Build, install, try; end at the first thing that is not so."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--python", default=sys.executable, help="that the environment is made of")
-    parser.add_argument("--folder", type=Path, help="kept, if given; otherwise a temporary one")
     given = parser.parse_args(argv)
-    with contextlib.ExitStack() as stack:
-        folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder.mkdir(parents=True, exist_ok=True)
-        try_out(given.python, folder.resolve())
+    with tempfile.TemporaryDirectory() as folder:
+        try_out(given.python, Path(folder))
 
 
 def try_out(python: str, folder: Path) -> None:
