@@ -7,12 +7,9 @@ python -m specheads.train +recipe=medusa1
 from specheads.config import TrainConfig
 from specheads.pipeline import Speculation, check_tree, start
 from specheads.runs.log import RunLog
-from specheads.training.engine import param_groups
-from specheads.training.loop import Stage, fit
-from specheads.training.objectives import HeadsObjective
+from specheads.training.loop import fit
 from specheads.training.rule import decide
 from specheads.training.setup import build_heads, load_base, load_data, read_data
-from specheads.training.teachers import cached_features
 
 
 def run(cfg: TrainConfig) -> None:
@@ -24,15 +21,11 @@ def run(cfg: TrainConfig) -> None:
     cfg = decide(cfg, base, data.train)
     heads = build_heads(cfg, base, output, data)
     speculation = Speculation(cfg, base, heads, output, tokenizer, data)
+    cfg = speculation.in_time()
 
     with RunLog(cfg) as log:
         start(cfg, log, data, base=base, heads=heads)
-        batches, heldout, notes = cached_features(cfg, base, data, log, heads.taps)
-        objective = HeadsObjective(
-            None if cfg.features.dir else base, heads, cfg.loss,
-            train_base=False, output=output, embed=base.get_input_embeddings(),
-        )  # fmt: skip
-        stage = Stage(objective, batches, param_groups(cfg.optim, heads=(heads, cfg.optim.lr)))
+        stage, heldout, notes = speculation.stage(cfg, log)
         if cfg.dry_run:
             speculation.plan(log, [stage], notes)
             return

@@ -5,17 +5,12 @@ last layer. mtp.train_base=true tunes the base too, itself or through LoRA (adap
 quantised base QLoRA.   python -m specheads.train +recipe=mtp_finetune
 """
 
-from torch import nn
-
 from specheads.config import TrainConfig
 from specheads.pipeline import Speculation, check_tree, start
 from specheads.runs.log import RunLog
-from specheads.training.engine import param_groups
 from specheads.training.heldout import remember_original
-from specheads.training.loop import Stage, fit
-from specheads.training.objectives import HeadsObjective
+from specheads.training.loop import fit
 from specheads.training.setup import build_mtp_heads, check_mtp, load_base, load_data, read_data
-from specheads.training.teachers import cached_features
 
 
 def run(cfg: TrainConfig) -> None:
@@ -34,16 +29,9 @@ def run(cfg: TrainConfig) -> None:
         original = None
         if tuned and not cfg.dry_run:
             original = remember_original(base, output, data.heldout)
-        batches, heldout, notes = cached_features(cfg, base, data, log, heads.taps)
-        objective = HeadsObjective(
-            None if cfg.features.dir else base, heads, cfg.loss,
-            train_base=tuned, output=output, embed=base.get_input_embeddings(),
-        )  # fmt: skip
-        parts: dict[str, tuple[nn.Module, float]] = {"heads": (heads, cfg.optim.lr)}
-        if tuned:
-            parts["base"] = (base, cfg.optim.base_lr)
-        groups = param_groups(cfg.optim, **parts)
-        stage = Stage(objective, batches, groups, "joint" if tuned else "heads")
+        stage, heldout, notes = speculation.stage(
+            cfg, log, "joint" if tuned else "heads", tuned=tuned
+        )
         if cfg.dry_run:
             speculation.plan(log, [stage], notes)
             return

@@ -11,7 +11,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError, EvaluateConfig, TrainConfig, TreeConfig
 from specheads.data.chat import Encoder
+from specheads.data.pack import Batch
 from specheads.data.schema import Record
 from specheads.decoding.stream import continue_prompts
 from specheads.formats import card
@@ -44,12 +45,15 @@ from specheads.system import dist, hardware, heartbeat
 from specheads.system.errors import refuse
 from specheads.training.best import chosen as chosen_step
 from specheads.training.checkpoints import ready_to_resume, seed_generators
+from specheads.training.engine import param_groups
 from specheads.training.forecast import forecast
 from specheads.training.heldout import Original, heads_accuracy, heldout_agreement, heldout_loss
 from specheads.training.loop import Stage
-from specheads.training.objectives import DraftObjective
+from specheads.training.objectives import DraftObjective, HeadsObjective
 from specheads.training.plan import describe_costs, describe_run, plan_stage, tokens_per_step
+from specheads.training.rule import steps_for_time
 from specheads.training.setup import Data, in_section, prompt_records
+from specheads.training.teachers import Log, cached_features
 
 
 def run_recipe(
@@ -211,6 +215,44 @@ class Speculation:
         refuse({few: deepest >= heads.num_outputs})
         self.records, self.prompts = heldout_prompts(cfg, self.data, self.tokenizer, self.base)
         self.eos = end_tokens(self.base, self.tokenizer)
+
+    def stage(
+        self, cfg: TrainConfig, log: Log | None, name: str = "train", *, tuned: bool = False
+    ) -> tuple[Stage, list[Batch], list[str]]:
+        """Return the one stage of a run: the heads, on the base itself or on its stored states.
+
+        Args:
+            cfg: the run's settings; a dry run stores nothing.
+            log: told of what is stored; None for a dry run.
+            name: of the stage in checkpoints.
+            tuned: whether the base learns too.
+
+        Returns:
+            The stage, held-out rows and lines for a dry run, see ``cached_features``.
+        """
+        base, heads = self.base, self.heads
+        batches, heldout, notes = cached_features(cfg, base, self.data, log, heads.taps)
+        objective = HeadsObjective(
+            None if cfg.features.dir else base, heads, cfg.loss,
+            train_base=tuned, output=self.output, embed=base.get_input_embeddings(),
+        )  # fmt: skip
+        parts = {"heads": (cast(nn.Module, heads), cfg.optim.lr)}
+        if tuned:
+            parts["base"] = (base, cfg.optim.base_lr)
+        groups = param_groups(cfg.optim, **parts)
+        return Stage(objective, batches, groups, name), heldout, notes
+
+    def in_time(self) -> TrainConfig:
+        """Return the settings, with the steps that ``minutes`` hold where these are asked for."""
+        if self.cfg.minutes:
+            stage, _, _ = self.stage(replace(self.cfg, dry_run=True), None)
+            parts = {"base": self.base, "heads": cast(nn.Module, self.heads)}
+            pace = plan_stage(stage, self.cfg, parts, self.output.weight).seconds_per_step
+            steps = steps_for_time(self.cfg.minutes, pace)
+            if dist.is_main():
+                print(f"{self.cfg.minutes:g} minutes: {steps:,} steps of {pace:.2f} s", flush=True)
+            self.cfg = replace(self.cfg, steps=steps, minutes=0.0)
+        return self.cfg
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Decode the prompts with the heads as they are, see ``decode_heldout``."""

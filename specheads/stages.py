@@ -30,7 +30,7 @@ from specheads.measure import bench, clock, diagnose, evaluate, render
 from specheads.models.base import Loading, context_length, load_base_model, load_tokenizer
 from specheads.models.output import layers_of
 from specheads.models.support import tree_support
-from specheads.pipeline import run_recipe
+from specheads.pipeline import Speculation, run_recipe
 from specheads.regeneration.answering import regenerate
 from specheads.regeneration.engine import load_engine, weights_of, who_answers
 from specheads.regeneration.questions import Questioner
@@ -39,11 +39,7 @@ from specheads.system import hardware
 from specheads.system.errors import ConfigError, RunError
 from specheads.system.files import write_whole
 from specheads.training import rule, setup
-from specheads.training.engine import param_groups
-from specheads.training.loop import Stage
-from specheads.training.objectives import HeadsObjective
 from specheads.training.plan import plan_stage
-from specheads.training.teachers import cached_features
 
 Say = Callable[[str], None]
 
@@ -295,17 +291,12 @@ class _Stages:
         evaluate.write_prompts(self.folder / "heldout.jsonl", data.heldout_records)
         cfg = rule.decide(cfg, base, data.train)
         heads = setup.build_heads(cfg, base, output, data)
-        batches, _, _ = cached_features(cfg, base, data, self.progress, heads.taps)
-        objective = HeadsObjective(
-            None if cfg.features.dir else base, heads, cfg.loss,
-            train_base=False, output=output, embed=base.get_input_embeddings(),
-        )  # fmt: skip
-        stage = Stage(objective, batches, param_groups(cfg.optim, heads=(heads, cfg.optim.lr)))
+        one = Speculation(cfg, base, heads, output, tokenizer, data)
+        stage, _, _ = one.stage(cfg, self.progress)
         found = plan_stage(stage, cfg, {"base": base, "heads": heads}, output.weight)
         left = self.progress.left - (time.monotonic() - begun) / 60
         minutes = left - MEASURING * self.config.minutes
-        # its steps of the optimizer are not in what was clocked, nor are evaluations
-        fitting = rule.steps_for_time(0.85 * minutes, found.seconds_per_step)
+        fitting = rule.steps_for_time(minutes, found.seconds_per_step)
         self.plan["steps"] = min(PASSES * cfg.steps, fitting)
         self.say(f"{self.plan['steps']:,} steps of {found.seconds_per_step:.2f} seconds")
 

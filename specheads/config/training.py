@@ -254,6 +254,9 @@ class TrainConfig(Settings):
     seed: int = 0
     # optimizer steps of the whole recipe; 0: by rule, from the data
     steps: int = at_least(0, 300)
+    # as many steps as so many minutes hold, clocked before they begin, in place of `steps`; what is
+    # stored before them and measured after them comes on top. 0: `steps`
+    minutes: float = at_least(0, 0.0)
     max_steps: int = at_least(0, 0)  # stop after this many steps, resumably; 0: run all
     # medusa2: share of the steps that train the heads alone
     warmup_heads: float = within("[0, 1)", 0.2)
@@ -292,6 +295,7 @@ class TrainConfig(Settings):
         given = f"given: {self.recipe} has no rule for it"
         self.check(self.steps > 0 or not fixed, "steps", given)
         self.check(self.optim.lr > 0 or not fixed, "optim.lr", given)
+        self.check(not (self.minutes and fixed), "minutes", f"0, and steps given: {self.recipe}")
         self.check(self.tokenizer_size > 272, "tokenizer_size", "more than 272")
         check_device(self.device)
         # the loss sums in float64

@@ -74,12 +74,13 @@ def steps_for_rows(rows: int, rows_per_step: int) -> int:
 
 
 def steps_for_time(minutes: float, seconds_per_step: float) -> int:
-    """Return the optimizer steps that ``minutes`` hold, of a measured length; at least 1.
+    """Return the optimizer steps that ``minutes`` hold, of passes of a measured length; at least 1.
 
     To be asked once, and given to the run as ``steps``: the schedule's decay needs to know the end,
-    and a resumed run the same one.
+    and a resumed run the same one. All ranks are told what the first one finds.
     """
-    return max(1, int(60 * minutes / seconds_per_step))
+    # steps of the optimizer, and evaluations, are not in what was clocked
+    return max(1, int(dist.gather_texts(str(int(0.85 * 60 * minutes / seconds_per_step)))[0]))
 
 
 def draft_vocabulary(counts: NDArray[Any], wanted: int = 0) -> tuple[int, float]:
@@ -128,12 +129,12 @@ def decide(cfg: TrainConfig, base: PreTrainedModel, batches: object) -> TrainCon
     if "optim.lr" in open_now:
         found["optim.lr"] = learning_rate(width)
         said.append(f"lr {found['optim.lr']:.1e} (width {width})")
-    if "steps" in open_now and packed is not None:
+    if "steps" in open_now and packed is not None and not cfg.minutes:
         per_step = cfg.data.rows * cfg.optim.accumulation * dist.world_size()
         steps = found["steps"] = steps_for_rows(packed.rows_per_epoch, per_step)
         epochs = f"{steps * per_step / packed.rows_per_epoch:.3g} epochs"
         said.append(f"steps {steps:,} ({epochs} of {int(counts.sum()):,} learned tokens)")
-    elif "steps" in open_now:
+    elif "steps" in open_now and not cfg.minutes:
         grow = "steps=0 needs rows of one length; give steps=, or data.growth=[]"
         refuse({grow: isinstance(batches, GrowingBatches)})
         found["steps"] = STREAMED_STEPS
@@ -201,8 +202,9 @@ def as_decided(cfg: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
 
 
 def open_keys(cfg: TrainConfig) -> list[str]:
-    """Return the keys that the settings leave to the rule."""
-    return [key for key, value in OPEN.items() if attrgetter(key)(cfg) == value]
+    """Return the keys that the settings leave to the rule, or to the time that a step takes."""
+    found = [key for key, value in OPEN.items() if attrgetter(key)(cfg) == value]
+    return [*{*found, "steps", "minutes"}] if cfg.minutes else found
 
 
 def _filled(cfg: TrainConfig, found: Mapping[str, Any]) -> TrainConfig:

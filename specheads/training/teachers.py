@@ -49,13 +49,18 @@ class Log(Protocol):
 
 
 def cached_features(
-    cfg: TrainConfig, base: PreTrainedModel, data: Data, log: Log, taps: Sequence[str] = (FINAL,)
+    cfg: TrainConfig,
+    base: PreTrainedModel,
+    data: Data,
+    log: Log | None,
+    taps: Sequence[str] = (FINAL,),
 ) -> tuple[Batches, list[Batch], list[str]]:
     """Return batches and held-out rows with the base's hidden states, if ``features.dir`` is set.
 
     What is missing in the cache is written: by the base, or from what an engine wrote into the
-    folder (``scripts/engine_features.py``). A dry run writes nothing: its batches have zeros. With
-    the states at ``taps`` lie the final ones, which are what the base's own tokens come from.
+    folder (``scripts/engine_features.py``). A dry run writes nothing, and needs no log: its batches
+    have zeros. With the states at ``taps`` lie the final ones, which are what the base's own tokens
+    come from.
 
     Returns:
         Batches, held-out rows, and lines for a dry run.
@@ -90,6 +95,7 @@ def cached_features(
         filling = f"time to fill it: {clock(seconds)}"
         size = len(stored) * sample.shape[-1]
         return without_features(batches, size, base.dtype), heldout, [said, filling]
+    assert log is not None
     log.say(said)
     caches = []
     shape = batches.rows, batches.seq_len

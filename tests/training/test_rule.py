@@ -40,8 +40,8 @@ def test_more_data_takes_more_steps(one: int, other: int, per_step: int) -> None
 
 
 def test_steps_of_a_measured_length_end_in_time() -> None:
-    """Rounded up, a run given ten minutes ends after them."""
-    assert rule.steps_for_time(10, 3.2) == 187
+    """Rounded up, or as if the optimizer took no time, a run given ten minutes ends after them."""
+    assert rule.steps_for_time(10, 3.2) == 159
     assert rule.steps_for_time(0.01, 60) == 1
 
 
@@ -108,6 +108,32 @@ def test_a_recipe_needs_nothing_but_base_and_data(
     assert "draft vocabulary" not in capsys.readouterr().out
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 5
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_run_of_some_minutes_goes_on_with_the_steps_that_it_began_with(
+    tmp_path: Path, tiny_model_dir: Path, tiny_jsonl: Path, *, cached: bool,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Steps clocked anew by a resumed run are others, and its decay begins in another place."""
+    run_dir, clocked = tmp_path / "runs" / "mine", list[float]()
+    monkeypatch.setattr("specheads.pipeline.steps_for_time", lambda m, s: clocked.append(s) or 4)
+    asked = ["+recipe=hydra", *on_files(tiny_model_dir, tiny_jsonl, run_dir), "minutes=0.1"]
+    asked += ["log.wandb=disabled", "data.seq_len=64", "evaluate.max_new_tokens=12", "steps=9"]
+    asked += ["evaluate.num_prompts=2", "heads.num_heads=2", "tree.choices=[[0],[0,0]]"]
+    asked += [] if cached else ["features.dir="]
+    assert start(monkeypatch, *asked, "max_steps=2") == 0
+    assert "0.1 minutes: 4 steps of " in capsys.readouterr().out and clocked[0] > 0
+    assert start(monkeypatch, *asked, "resume=auto") == 0
+    assert len(clocked) == 1 and load_export(run_dir / "export").config["training"]["steps"] == 4
+
+
+def test_a_recipe_without_a_rule_has_no_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Minutes that a recipe does not look at are ignored, and it trains for its steps, in hours."""
+    assert start(monkeypatch, "+recipe=distill", f"hydra.run.dir={tmp_path}", "minutes=3") == 2
+    assert "minutes" in capsys.readouterr().err
 
 
 def test_shared_rows_are_not_in_the_export(
