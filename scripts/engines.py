@@ -157,6 +157,7 @@ class Case:
 
 
 NATIVE, SPECULATORS = ("layout=native",), ("layout=speculators",)
+TINYCODE = ("tinycode",)  # what is shown on one base
 CUSTOM, DFLASH, DSPARK, EAGLE3 = "custom_class", "dflash", "dspark", "eagle3"
 SHIPPED = "shipped"  # in place of a kind: the heads that SmolLM2 ships with
 
@@ -253,15 +254,15 @@ class Vllm(Engine):
         Case("draft", DRAFT, "draft", "draft_model"),
         Case("vllm_medusa", "medusa1", "vllm_medusa", "medusa"),
         Case("vllm_heads_medusa1", "medusa1", "vllm_heads", CUSTOM),
-        Case("vllm_heads_markov", "markov", "vllm_heads", CUSTOM),
-        Case("vllm_heads_hydra_plus", "hydra_plus", "vllm_heads", CUSTOM),
-        Case("vllm_heads_block", "block", "vllm_heads", CUSTOM),
+        Case("vllm_heads_markov", "markov", "vllm_heads", CUSTOM, bases=TINYCODE),
+        Case("vllm_heads_hydra_plus", "hydra_plus", "vllm_heads", CUSTOM, bases=TINYCODE),
+        Case("vllm_heads_block", "block", "vllm_heads", CUSTOM, bases=TINYCODE),
         Case("vllm_heads_shipped", SHIPPED, "vllm_heads", CUSTOM, bases=("smollm2",)),
         Case("eagle3_speculators", EAGLE3, EAGLE3, EAGLE3, SPECULATORS),
         Case("eagle3_native", EAGLE3, EAGLE3, EAGLE3, NATIVE),
         Case("dflash_speculators", DFLASH, DFLASH, DFLASH, SPECULATORS),
         Case("dflash_native", DFLASH, DFLASH, DFLASH, NATIVE),
-        Case("mtp_standard", "mtp", "mtp_standard", ""),
+        Case("mtp_standard", "mtp", "mtp_standard", "", bases=TINYCODE),
         Case("suffix", "", "specheads.vllm_proposer.SuffixProposer", CUSTOM, guesses=8),
     )
 
