@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make setup             create $(VENV) from constraints.txt"
-	@echo "make quickstart        train heads on the embedded model, then decode with them"
+	@echo "make quickstart        train heads on the embedded model for two minutes, then decode with them"
 	@echo "make test              lint, types and the default tests"
 	@echo "make test-all          the slow tests too"
 	@echo "make test-distributed  the tests that start several processes"

@@ -1,16 +1,16 @@
-"""Train heads on the embedded base model, then decode with them: ``make quickstart``.
+"""Train a drafter on the embedded base model, and show what it is worth: ``make quickstart``.
 
-Runs ``python -m specheads.train +recipe=hydra`` as a user would, and prints what the result does
-on held-out prompts. ``--checkpoint`` skips the training and shows an export that is there already.
+Two minutes of ``python -m specheads.train +recipe=block``, then held-out prompts, as many that ask
+for new text as edits of given text: plain decoding, what copies alone give, what was trained alone,
+and both together. ``--checkpoint`` skips the training and shows an export that is there already.
 """
 
 import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import harness
 import torch
@@ -18,18 +18,25 @@ from tqdm import tqdm
 
 from specheads.config import DecodeConfig
 from specheads.decoding.conversation import StepPrinter
-from specheads.decoding.exported import exported_drafter, tree_kind
-from specheads.decoding.loop import decode, plain_decode
+from specheads.decoding.exported import Subject, choose_drafter, load_subject
+from specheads.decoding.loop import decode
+from specheads.measure import rows as report
 from specheads.measure.bench import Contest
-from specheads.measure.clock import Prompt
-from specheads.measure.rows import LOOPING_HEADLINE, REP8_LIMIT
+from specheads.measure.clock import Method, Prompt, Runs, clock, prompt_file, prompts_of
 from specheads.models.base import end_tokens
-from specheads.models.checkpoint import Export
 from specheads.system import hardware
-from specheads.verification.sampling import Sampler
 
-NUM_PROMPTS, MAX_NEW_TOKENS = 12, 96
-NUM_COMPARED = 16  # float32 prompts whose tokens are compared
+MINUTES = 2  # of the training
+NEW_TEXT = ("body", "next")  # the kinds of embedded prompts that no edit of their own text answers
+NUM_NEW, NUM_EDITS, MAX_NEW_TOKENS = 6, 3, 96  # prompts of each such kind, and of each other
+NUM_EXACT = 8  # prompts compared in float32, where the fastest dtype is another
+DRAFTERS = {
+    "prompt lookup": "lookup",
+    "copies": "suffix",
+    "trained": "heads",
+    "both": "heads+suffix",
+}
+Clocked = Mapping[float, Mapping[str, Runs]]  # temperature -> method -> its runs
 
 
 def run(*command: str) -> None:
@@ -44,98 +51,115 @@ def run(*command: str) -> None:
 
 
 def train(overrides: Sequence[str]) -> Path:
-    """Train under a name that no earlier run has taken, choose the tree; return the export."""
-    names = ["hydra", *(f"hydra-{number}" for number in range(2, 1000))]
+    """Train under a name that no earlier run has taken; return the export."""
+    names = ["quickstart", *(f"quickstart-{number}" for number in range(2, 1000))]
     name = next(name for name in names if not (harness.ROOT / "runs" / name).exists())
-    export = harness.ROOT / "runs" / name / "export"
-    named = [f"name={name}"] * (name != "hydra")
-    run("-m", "specheads.train", "+recipe=hydra", *named, *overrides)
-    print()
-    # in the dtype of use: training clocked its own in that of the weights
-    search = ("num_prompts=24", "num_measured=24", "max_new_tokens=64", "max_nodes=32")
-    run("-m", "specheads.tree_search", f"checkpoint={export}", *search)
-    return export
+    given = f"name={name}", f"minutes={MINUTES}"
+    run("-m", "specheads.train", "+recipe=block", *given, *overrides)
+    return harness.ROOT / "runs" / name / "export"
 
 
-def measure(
-    export: Export,
-    prompts: list[Prompt],
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    heats: Sequence[float] = (0.0, 1.0, LOOPING_HEADLINE),
-) -> list[dict[str, Any]]:
-    """Clock plain, generate, prompt lookup and the tree; return the rows of a bench."""
-    methods = harness.methods_of(export, export.heads, [export.tree], max_new_tokens)
-    if tree_kind(export, DecodeConfig()) == "dynamic":
-        contest = Contest.of(export, max_new_tokens)
-        methods += contest.of_export(export, DecodeConfig(tree="dynamic"))
-    rows: list[dict[str, Any]] = []
+def methods_of(subject: Subject, limit: int, **settings: bool) -> list[Method]:
+    """Return plain decoding, copies, heads, and heads with copies.
+
+    Args:
+        subject: the base model with its heads.
+        limit: of the new tokens.
+        **settings: of the :class:`Contest`.
+    """
+    contest = Contest.of(subject, limit, **settings)
+    methods = [contest.ours()]
+    for name, drafter in DRAFTERS.items():
+        chosen = choose_drafter(subject, DecodeConfig(drafter=drafter))
+        methods.append(contest.ours(name, chosen.drafter, chosen.num_nodes))
+    return methods
+
+
+def clocked(methods: Sequence[Method], prompts: Sequence[Prompt], *heats: float) -> Clocked:
+    """Decode all prompts with all methods in turn, at each temperature."""
+    found = {}
     for heat in heats:
-        if heat == LOOPING_HEADLINE and rows[0]["rep8"] <= REP8_LIMIT:
-            break  # greedy text does not loop, so its figures mean something
         total = len(methods) * len(prompts)
         with tqdm(total=total, desc=f"decoding, T={heat:g}", unit="text") as bar:
-            rows += harness.measure_rows(
-                export.base, methods, prompts, heat, repeats=1, tick=bar.update
-            )
-    return rows
+            found[heat] = clock(methods, prompts, heat, repeats=1, tick=bar.update)
+    return found
 
 
-def count_identical(export: Export, prompts: list[Prompt], temperature: float) -> int:
-    """Count prompts whose tree decoding gives the very tokens of plain decoding."""
-    base, drafter, same = export.base, exported_drafter(export), 0
-    eos = end_tokens(base, export.tokenizer)
-    for seed, prompt in enumerate(tqdm(prompts, desc=f"comparing tokens, T={temperature:g}")):
-        sampler = Sampler(temperature=temperature, seed=seed)
-        request = {"max_new_tokens": MAX_NEW_TOKENS, "sampler": sampler, "eos_token_ids": eos}
-        plain = plain_decode(base, prompt.input_ids, **request)
-        same += plain.new_tokens == decode(base, drafter, prompt.input_ids, **request).new_tokens
-    return same
+def balanced(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return as many prompts that ask for new text as edits, in their order."""
+    kept, counts = [], dict[str, int]()
+    for prompt in prompts:
+        most = NUM_NEW if prompt.kind in NEW_TEXT else NUM_EDITS
+        counts[prompt.kind] = number = counts.get(prompt.kind, 0) + 1
+        kept += [prompt] * (number <= most)
+    return kept
 
 
-def show_sample(export: Export, prompt: Prompt) -> None:
+def groups_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """Return the numbers of the prompts of each kind, of new text, of edits, and of all."""
+    kinds = [prompt.kind for prompt in prompts]
+    ordered = sorted(dict.fromkeys(kinds), key=lambda kind: kind not in NEW_TEXT)
+    groups = {kind: [i for i, each in enumerate(kinds) if each == kind] for kind in ordered}
+    new = [i for i, kind in enumerate(kinds) if kind in NEW_TEXT]
+    if new:
+        groups["new text"] = new
+        groups["edits"] = [i for i in range(len(kinds)) if i not in new]
+    return groups | {"all": [*range(len(kinds))]}
+
+
+def print_tables(found: Clocked, groups: Mapping[str, list[int]]) -> None:
+    """Print for each temperature a line per group: plain tokens/s, and speed-ups over it."""
+    width = max(map(len, groups))
+    for heat, runs in found.items():
+        names = [name for name in runs if name != "plain"]
+        head = f"T={heat:g}".ljust(width) + "  rep8  plain tok/s"
+        print("\n" + head + "".join(f"{name:>16}" for name in names))
+        for group, chosen in groups.items():
+            plain = runs["plain"].only(chosen)
+            work, cells = report.whole(plain), ""
+            for name in names:
+                own = runs[name].only(chosen)
+                ratio, _ = report.speedup(report.whole(own), work)
+                length = report.mean_accept_length([each.accept_lengths for each in own.decoded])
+                cells += f"{f'{ratio:.2f}x ({length:.2f})':>16}"
+            repeated, speed = report.mean_rep8(plain), report.speed(work)
+            print(f"{group:<{width}}  {repeated:>4.2f}  {speed:>11.0f}{cells}")
+    print("Times as fast as plain decoding (tokens per forward pass of the base).")
+
+
+def best_of(runs: Mapping[str, Runs]) -> str:
+    """Return the drafter with the most tokens per second."""
+    return max(DRAFTERS, key=lambda name: report.speed(report.whole(runs[name])))
+
+
+def print_identical(found: Clocked, said: str) -> None:
+    """Print how many texts are plain decoding's, token by token."""
+    told = []
+    for name in DRAFTERS:
+        same = total = 0
+        for runs in found.values():
+            pairs = zip(runs[name].decoded, runs["plain"].decoded, strict=True)
+            same += sum(own.new_tokens == plain.new_tokens for own, plain in pairs)
+            total += len(runs[name].decoded)
+        told.append(f"{name} {same} of {total}")
+    print(f"Token by token the texts of plain decoding {said}: {', '.join(told)}.")
+
+
+def show_sample(subject: Subject, name: str, prompt: Prompt) -> None:
     """Decode one prompt greedily and show which tokens came from one verify step."""
     pieces: list[str] = []
     color = sys.stdout.isatty()
-    printer = StepPrinter(export.tokenizer, pieces.append, color=color)
-    eos, drafter = end_tokens(export.base, export.tokenizer), exported_drafter(export)
+    printer = StepPrinter(subject.tokenizer, pieces.append, color=color)
+    drafter = choose_drafter(subject, DecodeConfig(drafter=DRAFTERS[name])).drafter
+    eos = end_tokens(subject.base, subject.tokenizer)
     request = {"max_new_tokens": MAX_NEW_TOKENS, "eos_token_ids": eos, "on_tokens": printer}
-    result = decode(export.base, drafter, prompt.input_ids, **request)
+    result = decode(subject.base, drafter, prompt.input_ids, **request)
     printer.finish()
-    asked = export.tokenizer.decode(prompt.input_ids[0], skip_special_tokens=True)
+    asked = subject.tokenizer.decode(prompt.input_ids[0], skip_special_tokens=True)
     rule, text = "-" * 40, ("" if color else "|").join(pieces)
     how = "share a colour" if color else "stand between two bars"
     said = f"{len(result.new_tokens)} tokens in {result.num_steps} verify steps; the tokens of one"
     print(asked, rule, text, rule, f"{said} step {how}.", sep="\n")
-
-
-def print_table(rows: list[dict[str, Any]], method: str) -> None:
-    """Print one line per temperature."""
-    found = {(row["method"], row["temperature"]): row for row in rows}
-    print(
-        "  T  plain tok/s  tree tok/s  speed-up  accept length  rep8 plain  "
-        "lookup: speed-up  accept length  generate tok/s"
-    )
-    for heat in sorted({row["temperature"] for row in rows}):
-        plain, tree = found["plain", heat], found[method, heat]
-        lookup, generate = found["prompt_lookup", heat], found["hf_generate", heat]
-        print(
-            f"{heat:>3g}  {plain['tokens_per_second']:>11.0f}  "
-            f"{tree['tokens_per_second']:>10.0f}  {tree['speedup_vs_plain']:>7.2f}x  "
-            f"{tree['accept_length']:>13.2f}  {plain['rep8']:>10.2f}  "
-            f"{lookup['speedup_vs_plain']:>15.2f}x  {lookup['accept_length']:>13.2f}  "
-            f"{generate['tokens_per_second']:>14.0f}"
-        )
-
-
-def print_heldout(training: dict[str, Any]) -> None:
-    """Print how far the tuned base has moved from the original."""
-    heldout = training.get("heldout") or {}
-    if "original_loss" not in heldout:
-        print("The base model is the original one.")
-        return
-    tuned, original = heldout["loss"], heldout["original_loss"]
-    change = f"({tuned / original - 1:+.2%}), KL(original || tuned) {heldout['kl']:.4f} nats/token."
-    print(f"Held-out loss {tuned:.4f} nats/token tuned, {original:.4f} original {change}")
 
 
 def main() -> None:
@@ -147,32 +171,30 @@ def main() -> None:
     start = time.perf_counter()
     path = given.checkpoint or train(given.overrides)
     threads, device = hardware.pin_threads(0), hardware.pick_device()
-    sizes = (NUM_COMPARED, MAX_NEW_TOKENS, "float32")
-    exact, compared, _ = harness.open_export(path, *sizes, device=device)
-    same = {heat: count_identical(exact, compared, heat) for heat in (0.0, 1.0)}
-    fast, prompts, _ = harness.open_export(path, NUM_PROMPTS, MAX_NEW_TOKENS, device=device)
-    rows = measure(fast, prompts)
-    name = str(fast.base.dtype).removeprefix("torch.")
-    dynamic = tree_kind(fast, DecodeConfig()) == "dynamic"
-    method = "tree_dynamic" if dynamic else "tree"
-    tree = next(row for row in rows if row["method"] == method and row["temperature"] == 0)
+    hardware.quiet_loading()
+    dtype = hardware.pick_dtype("auto", device)
+    subject = load_subject(str(path), dtype=dtype, device=device)
+    file = prompt_file("", str(path), "prompts.jsonl")
+    if given.checkpoint is None:  # those of the run are fewer, and what its tree was chosen on
+        file = prompt_file("", "tinycode", "prompts.jsonl")
+    many, _ = prompts_of(subject.base, subject.tokenizer, file, 1000, MAX_NEW_TOKENS)
+    prompts = balanced(many)
+    found = clocked(methods_of(subject, MAX_NEW_TOKENS), prompts, 0.0, 1.0)
+    name = str(dtype).removeprefix("torch.")
     print(
-        f"\n{len(prompts)} held-out prompts, up to {MAX_NEW_TOKENS} new tokens, {name}, "
-        f"{threads} threads, {'a tree grown at each step' if dynamic else 'a static tree'} of"
-        f" {tree['tree_nodes']} nodes:"
+        f"\n{len(prompts)} held-out prompts, up to {MAX_NEW_TOKENS} new tokens, {name}, {threads}"
+        " threads; copies are free, and what was trained is worth what it adds to them:"
     )
-    print_table(rows, method)
-    found = [f"{number} of {len(compared)}" for number in same.values()]
-    print("\nToken-identical to plain decoding of the same base in float32:", end=" ")
-    print(f"{found[0]} greedy, {found[1]} sampled at T=1 with a seed.")
-    if fast.base.dtype != torch.float32:
-        print(
-            f"In {name}, where rounding can decide a near tie: {tree['identical']} of "
-            f"{tree['compared']} greedy, {tree['near_ties']} more differ first at a near tie."
-        )
-    print_heldout(exact.config["training"])
+    print_tables(found, groups_of(prompts))
     print()
-    show_sample(exact, max(prompts, key=lambda prompt: prompt.kind == "body"))
+    print_identical(found, f"in {name}")
+    if dtype != torch.float32:  # where rounding can decide a near-tie
+        exact = load_subject(str(path), device=device)
+        methods = methods_of(exact, MAX_NEW_TOKENS)
+        print_identical(clocked(methods, prompts[:NUM_EXACT], 0.0, 1.0), "in float32")
+    best = best_of(found[0.0])
+    print(f"\nThe fastest drafter at T=0 is {best}; a prompt decoded with it:\n")
+    show_sample(subject, best, prompts[0])
     print(f"\n{(time.perf_counter() - start) / 60:.1f} minutes. The export: {path}")
 
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import harness
 from bench_real import QUESTIONS
-from quickstart import measure, print_table, run
+from quickstart import clocked, methods_of, print_tables, run
 
-from specheads.config import DecodeConfig
-from specheads.decoding.exported import load_subject, tree_kind
+from specheads.decoding.exported import load_subject
 from specheads.measure.clock import prompts_of
 from specheads.system import hardware
 
@@ -72,14 +71,13 @@ def show(checkpoint: str) -> None:
     hardware.pin_threads(0)
     dtype = hardware.pick_dtype("auto", hardware.pick_device())
     subject = load_subject(checkpoint, dtype=dtype)
-    base, tokenizer, export = subject.base, subject.tokenizer, subject.export
-    if export is None:
+    if subject.export is None:
         raise SystemExit(f"{checkpoint} has no heads: there is nothing to measure")
+    base, tokenizer = subject.base, subject.tokenizer
     prompts, _ = prompts_of(base, tokenizer, QUESTIONS, NUM_QUESTIONS, MAX_NEW_TOKENS)
     print(f"\n{len(prompts)} questions, up to {MAX_NEW_TOKENS} new tokens, greedy:", flush=True)
-    rows = measure(export, prompts, MAX_NEW_TOKENS, (0.0,))
-    dynamic = tree_kind(export, DecodeConfig()) == "dynamic"
-    print_table(rows, "tree_dynamic" if dynamic else "tree")
+    found = clocked(methods_of(subject, MAX_NEW_TOKENS), prompts, 0.0)
+    print_tables(found, {"all": [*range(len(prompts))]})
     print(f"\n{(time.perf_counter() - start) / 60:.1f} minutes. All figures: make bench-real")
 
 

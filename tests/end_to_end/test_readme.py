@@ -89,7 +89,7 @@ def test_settings_of_the_table_exist() -> None:
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     assert len(overrides) > 10
     values = [word.split(",")[0] for word in overrides]
-    composed("train", ["+recipe=medusa2", *values])
+    composed("train", ["+recipe=medusa1", *values])
 
 
 def test_python_example_runs(
@@ -137,7 +137,7 @@ def test_python_of_other_pages_runs(
     pattern = r"(<!-- not run: [^>]+ -->\n)?^```python\n(.*?)^```"
     for excuse, code in re.findall(pattern, PAGES[page], re.DOTALL | re.MULTILINE):
         compiled = compile(
-            code.replace("runs/hydra/export", str(ROOT / "tests" / "golden" / "export")),
+            re.sub(r"runs/(hydra|quickstart)/export", str(ROOT / "tests/golden/export"), code),
             page,
             "exec",
         )
