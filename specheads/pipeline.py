@@ -222,8 +222,8 @@ class Speculation:
         """Return the one stage of a run: the heads, on the base itself or on its stored states.
 
         Args:
-            cfg: the run's settings; a dry run stores nothing.
-            log: told of what is stored; None for a dry run.
+            cfg: the run's settings.
+            log: told of what is stored; nothing is without it, and states that are read are zeros.
             name: of the stage in checkpoints.
             tuned: whether the base learns too.
 
@@ -245,7 +245,7 @@ class Speculation:
     def in_time(self) -> TrainConfig:
         """Return the settings, with the steps that ``minutes`` hold where these are asked for."""
         if self.cfg.minutes:
-            stage, _, _ = self.stage(replace(self.cfg, dry_run=True), None)
+            stage, _, _ = self.stage(self.cfg, None)
             parts = {"base": self.base, "heads": cast(nn.Module, self.heads)}
             pace = plan_stage(stage, self.cfg, parts, self.output.weight).seconds_per_step
             steps = steps_for_time(self.cfg.minutes, pace)

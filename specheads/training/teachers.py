@@ -31,7 +31,7 @@ from specheads.data import teacher_cache
 from specheads.data.pack import Batch, Mapped, PackedBatches, number_of
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import input_device
-from specheads.models.output import FINAL, OutputLayer, packed_hidden, with_final
+from specheads.models.output import OutputLayer, packed_hidden, with_final
 from specheads.system import dist
 from specheads.training.loop import Batches
 from specheads.training.plan import TIMED, clock
@@ -49,18 +49,14 @@ class Log(Protocol):
 
 
 def cached_features(
-    cfg: TrainConfig,
-    base: PreTrainedModel,
-    data: Data,
-    log: Log | None,
-    taps: Sequence[str] = (FINAL,),
+    cfg: TrainConfig, base: PreTrainedModel, data: Data, log: Log | None, taps: Sequence[str]
 ) -> tuple[Batches, list[Batch], list[str]]:
     """Return batches and held-out rows with the base's hidden states, if ``features.dir`` is set.
 
     What is missing in the cache is written: by the base, or from what an engine wrote into the
-    folder (``scripts/engine_features.py``). A dry run writes nothing, and needs no log: its batches
-    have zeros. With the states at ``taps`` lie the final ones, which are what the base's own tokens
-    come from.
+    folder (``scripts/engine_features.py``). A dry run, or one without log, writes nothing: its
+    batches have zeros. With the states at ``taps`` lie the final ones, which are what the base's
+    own tokens come from.
 
     Returns:
         Batches, held-out rows, and lines for a dry run.
@@ -89,13 +85,12 @@ def cached_features(
     plans = [teacher_cache.plan_features(*place, made_of, **numbers) for place in places]
     more = f", held-out rows {teacher_cache.readable(plans[1].num_bytes)}" if of_rows else ""
     said = f"{plans[0].describe()}{more}; {teacher_cache.still_missing(*plans)}"
-    if cfg.dry_run:
+    if cfg.dry_run or log is None:
         passes = batches.rows_per_epoch / cfg.data.rows
         seconds = 0.0 if engine else passes * seconds_per_pass(base, batches)
         filling = f"time to fill it: {clock(seconds)}"
         size = len(stored) * sample.shape[-1]
         return without_features(batches, size, base.dtype), heldout, [said, filling]
-    assert log is not None
     log.say(said)
     caches = []
     shape = batches.rows, batches.seq_len

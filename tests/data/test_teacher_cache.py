@@ -595,7 +595,7 @@ def test_a_run_plans_writes_and_reuses_its_cache(
     said: list[str] = []
     shares: list[float] = []
     log = SimpleNamespace(say=said.append, doing=lambda what, share: shares.append(share))
-    given: Any = tiny_llama, data, log
+    given: Any = tiny_llama, data, log, [FINAL]
     dry = _config(tiny_model_dir, tmp_path / "f", dry_run=True)
     planned, _ = cached_features(dry, *given)[2]
     assert "still to be written" in planned and "\n" not in planned
@@ -754,7 +754,7 @@ def test_a_run_takes_what_an_engine_wrote(
     data: Any = SimpleNamespace(train=_batches(documents), heldout=heldout)
     log: Any = SimpleNamespace(say=lambda text: None, doing=lambda what, share: None)
     with patch.object(teacher_cache, "_computed", side_effect=AssertionError):
-        batches, rows, _ = cached_features(cfg, tiny_llama, data, log)
+        batches, rows, _ = cached_features(cfg, tiny_llama, data, log, [FINAL])
     for batch in (next(batches), *rows):
         with torch.no_grad():
             online = packed_hidden(tiny_llama, batch["input_ids"], batch["position_ids"])
