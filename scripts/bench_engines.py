@@ -6,8 +6,9 @@ vLLM, OpenVINO GenAI, llama.cpp, transformers and specheads answer the same prom
 all processors, one by one and 16 together: in bfloat16 where the processors have it, else in
 float32; llama.cpp also with the 4 bits that the base is published in, in a server that is built
 here. A round is every way once, each engine in a process of its own; every other round is in
-reversed order. A way's gain is over the same engine's plain answers of the same round. Drafters are
-those of ``make engine-exports``, and the heads that SmolLM2 ships with.
+reversed order. A way's gain is over the same engine's plain answers, with a paired interval over
+prompts where they are answered one by one. Drafters are those of ``make engine-exports``, and the
+heads that SmolLM2 ships with.
 
 A round of a way is kept in the folder of the runs, so that the script can be stopped and started.
 Nothing else may run meanwhile. What other machines on the same host do is seen by no counter, so a
@@ -33,6 +34,7 @@ from engines import EAGLE3, SHIPPED, Case, Engine
 import specheads
 from specheads.config import DecodeConfig
 from specheads.decoding.exported import choose_drafter, draft_model, load_subject, model_of
+from specheads.measure import rows as report
 from specheads.measure.bench import LOOKUP_NGRAM, LOOKUP_TOKENS, Contest
 from specheads.measure.clock import Method, Prompt, make_batches
 from specheads.system import hardware
@@ -201,10 +203,12 @@ def clocked(way: Way, path: Path, most: float) -> dict[str, Any]:
     return found
 
 
-def rate(found: Mapping[str, Any], size: int) -> float:
-    """Return the tokens per second of a round."""
-    run = found["runs"][str(size)]
-    return sum(map(len, run["texts"])) / sum(run["seconds"])
+def work_of(rounds: Sequence[Any], size: int) -> report.Work:
+    """Return tokens, and the median seconds over rounds, of each batch."""
+    texts = rounds[0]["runs"][str(size)]["texts"]
+    tokens = [float(sum(map(len, texts[i : i + size]))) for i in range(0, len(texts), size)]
+    seconds = zip(*(each["runs"][str(size)]["seconds"] for each in rounds), strict=True)
+    return tokens, [statistics.median(column) for column in seconds]
 
 
 def row_of(way: Way, rounds: Sequence[Any], plain: Sequence[Any]) -> dict[str, Any]:
@@ -212,16 +216,13 @@ def row_of(way: Way, rounds: Sequence[Any], plain: Sequence[Any]) -> dict[str, A
     row: dict[str, Any] = {"engine": way.title, "key": way.engine, "way": way.name}
     row["version"] = rounds[0]["version"]
     for size in BATCHES:
-        rates = [rate(each, size) for each in rounds]
-        gains = [mine / rate(other, size) for mine, other in zip(rates, plain, strict=True)]
+        own, other = work_of(rounds, size), work_of(plain, size)
+        gain, bounds = report.speedup(own, other)
         texts, alone = (each[0]["runs"][str(size)]["texts"] for each in (rounds, plain))
         row[f"batch_{size}"] = {
-            "tokens_per_second": {
-                "median": statistics.median(rates),
-                "min": min(rates),
-                "max": max(rates),
-            },
-            "gain": {"median": statistics.median(gains), "min": min(gains), "max": max(gains)},
+            "tokens_per_second": report.speed(own),
+            "gain": gain,
+            "gain_ci95": bounds if len(own[0]) > 1 else None,
             "texts_as_plain": engines.same(texts, alone),
         }
     return row
@@ -252,7 +253,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 result = clocked(way, path, given.slower * least)
                 least = min(least, result["gauge"])
                 found[way.engine, way.name][number : number + 1] = [result]
-                said = ", ".join(f"{rate(result, size):.1f} with {size}" for size in BATCHES)
+                rates = [report.speed(work_of([result], size)) for size in BATCHES]
+                said = ", ".join(f"{r:.1f} with {n}" for r, n in zip(rates, BATCHES, strict=True))
                 slow = f", the machine at {result['gauge'] / least:.2f} of its best time"
                 print(f"{way.engine} {way.name}: {said} at a time, tokens/s{slow}", flush=True)
         if all(each["gauge"] <= given.slower * least for of in found.values() for each in of):

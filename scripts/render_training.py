@@ -549,15 +549,20 @@ def engine_speed(read: Read, base: str) -> str:
         each = []
         for size in (1, 16):
             here, plain = row[f"batch_{size}"], row["way"] == "plain"
-            rate, gain = here["tokens_per_second"], here["gain"]
-            ends = cells((rate["min"], rate["max"]), ".0f", "-")
-            each += [f"{rate['median']:.1f} ({ends})", "" if plain else f"{gain['median']:.2f}x"]
-        lines.append(f"{title} | `{row['way']}` | {' | '.join(each)}")
+            bounds = here["gain_ci95"]
+            ends = f" ({cells(bounds, '.2f', '-')})" if bounds else ""
+            gain = "" if plain else f"{here['gain']:.2f}x{ends}"
+            each += [f"{here['tokens_per_second']:.1f}", gain]
+        lines.append(f"{title} | `{row['way']}` | {' | '.join(each)} | {row['machine']:.2f}")
     versions = dict.fromkeys(f"{row['engine']} {row['version']}" for row in found["rows"])
-    head = "engine | way | tokens/s, one at a time | of its plain | 16 together | of its plain"
+    head = (
+        "engine | way | tokens/s, one at a time | of its plain (95%) | 16 together | of its plain"
+    )
+    rounds = "One round" if given["rounds"] == 1 else f"Medians of {given['rounds']} rounds"
     return (
-        f"{table(head, lines)}\n\nMedian of {given['rounds']} rounds (lowest and highest);"
-        f" {given['num_prompts']} prompts of {base}, {given['max_new_tokens']} new tokens, greedy,"
+        f"{table(f'{head} | machine', lines)}\n\nMachine: how many times as long as at best a"
+        f" product of fixed size took beside it. {rounds}; {given['num_prompts']} prompts of"
+        f" {base}, {given['max_new_tokens']} new tokens, greedy,"
         f" {dtype} but for the 4 bits, {machine['threads']} threads, {machine['processor']},"
         f" {machine['date']}; {', '.join(versions)}."
     )
