@@ -554,7 +554,9 @@ def engine_speed(read: Read, base: str) -> str:
             gain = "" if plain else f"{here['gain']:.2f}x{ends}"
             each += [f"{here['tokens_per_second']:.1f}", gain]
         lines.append(f"{title} | `{row['way']}` | {' | '.join(each)} | {row['machine']:.2f}")
-    versions = dict.fromkeys(f"{row['engine']} {row['version']}" for row in found["rows"])
+    versions = dict.fromkeys(
+        f"{row['engine']} {row['version'].removeprefix('version: ')}" for row in found["rows"]
+    )
     head = (
         "engine | way | tokens/s, one at a time | of its plain (95%) | 16 together | of its plain"
     )

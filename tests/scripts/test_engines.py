@@ -168,21 +168,23 @@ def test_passes_of_openvino_are_steps_up_to_the_end_of_a_text() -> None:
     assert run_openvino.lengths_of([1], [258]) == []
 
 
-def test_gains_of_engines_are_of_the_same_round() -> None:
-    """Rounds of a machine that slows down, divided across, make a gain of nothing."""
+def test_gains_of_engines_are_of_tokens_over_time() -> None:
+    """Of seconds alone, an engine whose text ends early is fast; a batch has no prompts to draw."""
     alone, way = TEXTS, bench_engines.Way("vllm", "vLLM", "draft", dict)
 
     def round_of(seconds: float, texts: list[list[int]] = alone) -> dict[str, Any]:
-        one = {"texts": texts, "seconds": [seconds] * len(texts)}
-        return {"version": "0", "runs": {"1": one, "16": one}}
+        each = {"texts": texts, "seconds": [seconds] * len(texts)}
+        together = {"texts": texts, "seconds": [seconds]}
+        return {"version": "0", "runs": {"1": each, "16": together}}
 
     shorter = [*alone[:3], [1, 1]]  # a text that differs is shorter here, and gives fewer tokens
-    mine, plain = [round_of(t, shorter) for t in (1.0, 4.0)], [round_of(t) for t in (2.0, 8.0)]
-    row = bench_engines.row_of(way, mine, plain)["batch_1"]
-    gain = 2 * 11 / 12
-    assert row["gain"] == pytest.approx({"median": gain, "min": gain, "max": gain})
-    assert row["tokens_per_second"]["max"] == pytest.approx(11 / 4)
-    assert row["texts_as_plain"] == 3
+    mine, plain = [round_of(t, shorter) for t in (1.0, 3.0)], [round_of(t) for t in (2.0, 6.0)]
+    row = bench_engines.row_of(way, mine, plain)
+    one, all_of_them = row["batch_1"], row["batch_16"]
+    assert one["gain"] == all_of_them["gain"] == pytest.approx(2 * 11 / 12, abs=1e-4)
+    assert one["tokens_per_second"] == pytest.approx(11 / 8) and one["texts_as_plain"] == 3
+    low, high = one["gain_ci95"]
+    assert low < one["gain"] < high <= 2 and all_of_them["gain_ci95"] is None
 
 
 def test_a_slow_minute_of_the_machine_is_clocked_anew(
