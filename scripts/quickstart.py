@@ -59,15 +59,14 @@ def train(overrides: Sequence[str]) -> Path:
     return harness.ROOT / "runs" / name / "export"
 
 
-def methods_of(subject: Subject, limit: int, **settings: bool) -> list[Method]:
+def methods_of(subject: Subject, limit: int) -> list[Method]:
     """Return plain decoding, copies, heads, and heads with copies.
 
     Args:
         subject: the base model with its heads.
         limit: of the new tokens.
-        **settings: of the :class:`Contest`.
     """
-    contest = Contest.of(subject, limit, **settings)
+    contest = Contest.of(subject, limit)
     methods = [contest.ours()]
     for name, drafter in DRAFTERS.items():
         chosen = choose_drafter(subject, DecodeConfig(drafter=drafter))

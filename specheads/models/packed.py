@@ -52,7 +52,7 @@ class PackedLinear(nn.Linear):
     """
 
     _packed: tuple[tuple[int, int], Tensor] | None = None
-    _cached = False  # whether the weight is one of few
+    _cached = False  # whether all weights of its model fit into the processor's cache
 
     def forward(self, input: Tensor) -> Tensor:  # the name that torch gives it
         """Map [..., in] to [..., out]."""
@@ -64,14 +64,14 @@ class PackedLinear(nn.Linear):
             return super().forward(input)
         if input.dtype != weight.dtype or not _is_ours(weight):
             return super().forward(input)
-        turned = self._cached and weight.dtype == torch.float32
-        if turned and input.numel() > _MOST_CACHED_ROWS * self.in_features:
+        transposed = self._cached and weight.dtype == torch.float32
+        if transposed and input.numel() > _MOST_CACHED_ROWS * self.in_features:
             return super().forward(input)
         state = _state(weight)
         if self._packed is None or self._packed[0] != state:
             if input.numel() > MOST_ROWS * self.in_features:
                 return super().forward(input)
-            self._packed = state, weight.t().contiguous() if turned else _laid_out(weight)
+            self._packed = state, weight.t().contiguous() if transposed else _laid_out(weight)
         return _multiplied(input, self._packed[1], self.bias)
 
     def __getstate__(self) -> dict[str, Any]:

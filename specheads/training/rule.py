@@ -129,12 +129,13 @@ def decide(cfg: TrainConfig, base: PreTrainedModel, batches: object) -> TrainCon
     if "optim.lr" in open_now:
         found["optim.lr"] = learning_rate(width)
         said.append(f"lr {found['optim.lr']:.1e} (width {width})")
-    if "steps" in open_now and packed is not None and not cfg.minutes:
+    by_data = "steps" in open_now and not cfg.minutes
+    if by_data and packed is not None:
         per_step = cfg.data.rows * cfg.optim.accumulation * dist.world_size()
         steps = found["steps"] = steps_for_rows(packed.rows_per_epoch, per_step)
         epochs = f"{steps * per_step / packed.rows_per_epoch:.3g} epochs"
         said.append(f"steps {steps:,} ({epochs} of {int(counts.sum()):,} learned tokens)")
-    elif "steps" in open_now and not cfg.minutes:
+    elif by_data:
         grow = "steps=0 needs rows of one length; give steps=, or data.growth=[]"
         refuse({grow: isinstance(batches, GrowingBatches)})
         found["steps"] = STREAMED_STEPS
@@ -204,7 +205,7 @@ def as_decided(cfg: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
 def open_keys(cfg: TrainConfig) -> list[str]:
     """Return the keys that the settings leave to the rule, or to the time that a step takes."""
     found = [key for key, value in OPEN.items() if attrgetter(key)(cfg) == value]
-    return [*{*found, "steps", "minutes"}] if cfg.minutes else found
+    return [*found, "steps", "minutes"] if cfg.minutes else found
 
 
 def _filled(cfg: TrainConfig, found: Mapping[str, Any]) -> TrainConfig:
