@@ -21,6 +21,7 @@ from specheads.config import ConfigError, LossConfig, OptimConfig, TrainConfig
 from specheads.data.pack import Batch
 from specheads.models import manifest
 from specheads.models.quantize import need_bitsandbytes
+from specheads.system.hardware import pick_dtype
 
 Groups = list[dict[str, Any]]
 
@@ -161,6 +162,37 @@ def param_groups(optim: OptimConfig, **parts: tuple[nn.Module, float]) -> list[d
     return groups
 
 
+class Muon(torch.optim.Muon):
+    """torch's Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) in float32.
+
+    torch makes the gradients orthogonal in bfloat16 on every device. A processor that does not
+    multiply bfloat16 spends more time on that than on the pass and its gradients. In float32 the
+    steps are the same up to bfloat16's rounding, and so is the state that is saved.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Move every matrix that has a gradient."""
+        for group in self.param_groups:
+            for matrix in (p for p in group["params"] if p.grad is not None):
+                state = self.state[matrix]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+                momentum = state["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
+                update = matrix.grad.lerp(momentum, group["momentum"]).float()
+                rows, columns = update.shape
+                update = update.T if rows > columns else update
+                update = update / update.norm().clamp(min=group["eps"])
+                a, b, c = group["ns_coefficients"]
+                for _ in range(group["ns_steps"]):
+                    gram = update @ update.T
+                    update = a * update + (b * gram + c * gram @ gram) @ update
+                update = update.T if rows > columns else update
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                rate = group["lr"] * math.sqrt(max(1, rows / columns))
+                matrix.add_(update, alpha=-rate)
+
+
 def make_optimizers(
     groups: Groups, optim: OptimConfig, *, fused: bool | None = None, offloads: bool = False
 ) -> list[torch.optim.Optimizer]:
@@ -192,7 +224,10 @@ def make_optimizers(
     elif adamw:
         made.append(torch.optim.AdamW(adamw, **settings, fused=fused))
     if muon:
-        made.append(torch.optim.Muon(muon, weight_decay=optim.weight_decay))
+        device = muon[0]["params"][0].device
+        native = pick_dtype("auto", device) == torch.bfloat16
+        chosen = torch.optim.Muon if native else Muon
+        made.append(chosen(muon, weight_decay=optim.weight_decay))
     return made
 
 

@@ -14,7 +14,14 @@ from transformers import PreTrainedModel
 
 from specheads.config import AdapterConfig, ConfigError, LossConfig, OptimConfig
 from specheads.models.adapters import adapter_parameters, add_adapter
-from specheads.training.engine import TorchEngine, lambda_scale, lr_factor, param_groups
+from specheads.training.engine import (
+    Muon,
+    TorchEngine,
+    lambda_scale,
+    lr_factor,
+    make_optimizers,
+    param_groups,
+)
 from specheads.training.loop import open_engine
 from tests.toys import ToyBatches, ToyObjective, toy_config
 
@@ -138,6 +145,36 @@ def test_muon_takes_hidden_matrices_only(tmp_path: Path) -> None:
     assert all(
         not torch.equal(x, block.weight) for x, block in zip(before, objective.blocks, strict=True)
     )
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (16, 24), (16, 16)])
+def test_muon_in_float32_steps_as_torchs(shape: tuple[int, int]) -> None:
+    """A rate, a transposition or a momentum that is another trains, at another speed than tuned."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(shape, generator=generator)
+    ours, torchs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    optimizers = [c([p], lr=0.02) for c, p in ((Muon, ours), (torch.optim.Muon, torchs))]
+    for _ in range(4):
+        grad = torch.randn(shape, generator=generator)
+        ours.grad, torchs.grad = grad.clone(), grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert (ours - torchs).norm() < 0.02 * (torchs - start).norm()  # bfloat16's rounding
+    first, second = (o.state_dict() for o in optimizers)
+    assert first["state"][0].keys() == second["state"][0].keys()
+    torch.testing.assert_close(first["state"][0], second["state"][0])
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_muon_rounds_only_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    """Emulated, the products of bfloat16 take longer than the pass and its gradients."""
+    monkeypatch.setattr("specheads.system.hardware.has_native_bfloat16", lambda: native)
+    optim = OptimConfig(name="muon")
+    groups = param_groups(optim, base=(ToyObjective(), optim.lr))
+    made = {type(optimizer) for optimizer in make_optimizers(groups, optim)}
+    assert made == {torch.optim.AdamW, torch.optim.Muon if native else Muon}
 
 
 def test_muon_leaves_adapters_to_adamw(tiny_llama: PreTrainedModel) -> None:
