@@ -12,14 +12,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.attention.cache import TreeCache
+from specheads.attention.tree import Tree
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult
-from specheads.drafters.contract import Drafter
+from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
 from specheads.models.forward import ModelPass
 from specheads.verification.sampling import Sampler
 from tests.ragged import NUM_NEW, ROWS, new_tokens, padded
 
 Make = Callable[[], Drafter]
+Third = tuple[Any, int, Tensor]  # the drafter's state, the number of the step, the roots
 
 
 @lru_cache(maxsize=64)  # one base serves many drafters
@@ -99,11 +101,61 @@ def check_conversation(model: PreTrainedModel, make: Make) -> None:
     assert second.new_tokens == plain_tokens(model, text, NUM_NEW)
 
 
+class EveryThird:
+    """Lets another drafter propose at every third step only.
+
+    Args:
+        inner: the drafter.
+        asks: ask it at the others too, and drop what it says.
+    """
+
+    deterministic = True
+
+    def __init__(self, inner: Drafter, *, asks: bool) -> None:
+        self.inner, self.asks, self.taps = inner, asks, inner.taps
+
+    def start(self, prefill: Prefill) -> Third:
+        """Begin with a step at which it proposes nothing."""
+        return self.inner.start(prefill), 1, prefill.root
+
+    def propose(self, state: Third) -> Candidates:
+        """Return its candidates, or the roots alone."""
+        inner, step, root = state
+        if step % 3 == 0:
+            return self.inner.propose(inner)
+        if self.asks:
+            self.inner.propose(inner)
+        return Candidates(root[:, None], Tree.chain(0))
+
+    def observe(self, state: Third, result: StepResult) -> Third:
+        """Tell it where its nodes were: nowhere, where it has not proposed."""
+        inner, step, root = state
+        if step % 3:
+            result = replace(result, own=torch.zeros(len(root), 0, dtype=torch.long))
+        return self.inner.observe(inner, result), step + 1, result.next_root
+
+    def select(self, state: Third, rows: Tensor) -> Third:
+        """Keep some rows."""
+        inner, step, root = state
+        return self.inner.select(inner, rows), step, root[rows]
+
+
+def check_asked_seldom(model: PreTrainedModel, make: Make) -> None:
+    """Demand that a drafter which is not asked at every step misses nothing of the text."""
+    asked, left = (
+        decode(model, EveryThird(make(), asks=asks), **padded(ROWS), max_new_tokens=NUM_NEW)
+        for asks in (True, False)
+    )
+    assert new_tokens(asked) == new_tokens(left)
+    assert [r.accept_lengths for r in asked.rows] == [r.accept_lengths for r in left.rows]
+
+
 def check_deterministic(model: PreTrainedModel, make: Make) -> float:
     """Demand all laws of a drafter without sampled candidates; return its greedy accept length."""
     check_identity(model, make, Sampler(temperature=1.0, seed=7), num_new=12)
     check_ends(model, make)
     check_conversation(model, make)
+    check_asked_seldom(model, make)
     return check_greedy_identity(model, make)
 
 

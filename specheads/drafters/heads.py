@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.growing import Grown, Nodes, best_guesses, on_host
 from specheads.models.base import Embed, input_device
 from specheads.models.forward import pad_rows
+from specheads.models.head_cache import rows_at
 from specheads.models.kinds import HeadCache, Heads, Walk
 from specheads.models.output import OutputLayer, side_by_side
 from specheads.system.errors import at_least, check
@@ -76,24 +77,59 @@ class Draws:
         return replace(self, rows=rows, lengths=lengths)
 
 
-@dataclass(frozen=True)
+class Unread(NamedTuple):
+    """What layers of heads that attend have not read of some texts; see :class:`HeadCache`.
+
+    Attributes:
+        hidden: [B, T, n * d], the base's hidden states at the heads' taps, right-padded.
+        counts: per row how many of the T are real.
+        tokens: [B, T], the token that came after each.
+    """
+
+    hidden: Tensor
+    counts: Sequence[int]
+    tokens: Tensor
+
+    def select(self, rows: Tensor) -> Unread:
+        """Keep some rows."""
+        counts = [self.counts[row] for row in rows.tolist()]
+        here = rows.to(self.tokens.device)
+        return Unread(self.hidden[here], counts, self.tokens[here])
+
+    def then(self, more: Unread) -> Unread:
+        """Return what is unread after ``more`` as well."""
+        hidden = torch.cat([self.hidden, more.hidden], dim=1)
+        tokens = torch.cat([self.tokens, more.tokens], dim=1)
+        pairs = list(zip(self.counts, more.counts, strict=True))
+        if len(pairs) > 1:  # padding lies in between
+            width = self.tokens.shape[1]
+            rows = [[*range(first), *range(width, width + last)] for first, last in pairs]
+            places = pad_rows(rows, tokens.device)
+            hidden, tokens = rows_at(hidden, places), tokens.gather(1, places)
+        return Unread(hidden, [first + last for first, last in pairs], tokens)
+
+
+@dataclass
 class HeadsState:
     """Where the next guesses start.
 
     Attributes:
         root: [B], the last certain token.
         hidden: [B, d], the hidden state that predicted it, behind the prefix layer if there is one;
-            of MTP heads [K, B, d], what each of their layers makes of it.
+            of MTP heads [K, B, d], what each of their layers makes of it. None before layers that
+            attend have read anything.
         predict: the heads as they were when the text began.
         memory: what layers of the heads remember of the text, if they have any that attend.
         draws: those that guesses follow; None where the base model does not draw.
+        unread: what these layers read first when they are asked, and not where nobody asks.
     """
 
     root: Tensor
-    hidden: Tensor
+    hidden: Tensor | None
     predict: Any
     memory: HeadCache | None = None
     draws: Draws | None = None
+    unread: Unread | None = None
 
 
 class HeadsDrafter:
@@ -174,8 +210,8 @@ class HeadsDrafter:
         last = torch.tensor(prefill.num_tokens, device=self.device) - 1
         ahead[rows, last] = root.to(self.device)
         hidden = side_by_side(prefill.hidden, self.taps).to(self.device)
-        memory, last_hidden = memory.append(hidden, prefill.num_tokens, ahead)
-        return HeadsState(root, last_hidden, predict, memory, draws)
+        unread = Unread(hidden, prefill.num_tokens, ahead)
+        return HeadsState(root, None, predict, memory, draws, unread)
 
     @torch.no_grad()
     def propose(self, state: HeadsState) -> Candidates:
@@ -204,15 +240,17 @@ class HeadsDrafter:
             hidden = hidden.index_select(1, nodes[0])
         else:
             hidden = hidden[torch.arange(len(hidden), device=hidden.device)[:, None], nodes]
-        hidden = hidden.to(self.device)
-        last = hidden[:, 0]
-        if memory is not None:
-            memory, last = memory.append(hidden, counts, pad_rows(result.new_tokens, self.device))
+        hidden, last, unread = hidden.to(self.device), state.hidden, state.unread
+        if memory is None:
+            last = hidden[:, 0]
+        else:
+            new = Unread(hidden, counts, pad_rows(result.new_tokens, self.device))
+            unread = new if unread is None else unread.then(new)
         draws = state.draws
         if draws is not None:
             lengths = [n + count for n, count in zip(draws.lengths, counts, strict=True)]
             draws = replace(draws, lengths=lengths)
-        return replace(state, root=result.next_root, hidden=last, memory=memory, draws=draws)
+        return replace(state, root=result.next_root, hidden=last, draws=draws, unread=unread)
 
     def select(self, state: HeadsState, rows: Tensor) -> HeadsState:
         """Keep some rows."""
@@ -220,13 +258,25 @@ class HeadsDrafter:
             state,
             draws=None if state.draws is None else state.draws.select(rows.tolist()),
             root=state.root[rows],
-            hidden=state.hidden.index_select(-2, rows.to(self.device)),
-            memory=None if state.memory is None else state.memory.select(rows),
+            hidden=None
+            if state.hidden is None
+            else state.hidden.index_select(-2, rows.to(self.device)),
+            memory=state.memory and state.memory.select(rows),
+            unread=state.unread and state.unread.select(rows),
         )
+
+    def _read(self, state: HeadsState) -> Tensor:
+        """Let layers that attend read on; return the hidden states that heads guess from."""
+        if state.unread is not None:
+            assert state.memory is not None
+            state.memory, state.hidden = state.memory.append(*state.unread)
+            state.unread = None
+        assert state.hidden is not None
+        return state.hidden
 
     def _walk(self, state: HeadsState) -> Any:
         """Return sequential heads at the roots."""
-        return state.predict(state.hidden, state.root.to(self.device), state.memory)
+        return state.predict(self._read(state), state.root.to(self.device), state.memory)
 
     def _fill(self, state: HeadsState) -> Tensor:
         """Return the guesses [B, N - 1] at the nodes of the static tree."""
@@ -234,7 +284,7 @@ class HeadsDrafter:
         found = []
         for number, level in enumerate(self._levels, start=1):
             # parallel heads have one level, in which all of them guess
-            logits = walk.logits() if walk else state.predict(state.hidden)[: self.max_depth]
+            logits = walk.logits() if walk else state.predict(self._read(state))[: self.max_depth]
             if state.draws is not None:
                 logits = self._following(state.draws, logits, walk.depth if walk else None)
             best = logits.topk(level.num_ranks, dim=-1).indices
@@ -247,7 +297,7 @@ class HeadsDrafter:
 
     def _grow_at_once(self, state: HeadsState) -> tuple[RowTrees, Tensor]:
         """Grow trees of parallel heads; return them and the guesses [B, N - 1]."""
-        logits = state.predict(state.hidden)[: self.max_depth].float()
+        logits = state.predict(self._read(state))[: self.max_depth].float()
         if state.draws is not None:
             logits = self._following(state.draws, logits, None)
         if self._scales is not None:
@@ -265,7 +315,7 @@ class HeadsDrafter:
     def _grow(self, state: HeadsState) -> tuple[RowTrees, Tensor]:
         """Grow trees of sequential heads; return them and the guesses [B, N - 1]."""
         walk, roots = self._walk(state), state.root
-        if not on_host(state.hidden.device):
+        if not on_host(self.device):
             above, guesses, _ = self.grow(walk, state.draws)
             tree = RowTrees.from_parents(above.to(roots.device), self.max_depth)
             return tree, guesses[:, 1:]
