@@ -41,10 +41,11 @@ Kind = tuple[int, int, int, int]
 # What is believed of a guess before anything was seen, given that its better siblings are wrong: of
 # a drafter's first choice by how far it goes (FAR: depths from which on that is farther), as copies
 # of matches of 1, 2 and 4 tokens do, which were measured on other texts; and of its later choices.
-# It counts as much as PRIOR observations; later on, an observation counts for about MEMORY steps.
+# It counts as much as PRIOR observations; later on, an observation counts for about MEMORY steps,
+# and in what is usual in all texts for about LONG.
 FAR = (4, 8)
 FIRST, LATER = (0.5, 0.65, 0.85), 0.5
-PRIOR, MEMORY = 3, 12
+PRIOR, MEMORY, LONG = 3, 12, 200
 
 
 class Rates:
@@ -52,20 +53,31 @@ class Rates:
 
     Given that those above them are, and that none of the siblings before them is: of siblings at
     most one is right, and a guess that competes with a sure one is worth little, whoever made it.
+
+    Args:
+        usual: of all texts, from which one that begins starts, and which learns with it. None: from
+            what was measured on other texts with other drafters.
+        memory: steps that an observation counts for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, usual: Rates | None = None, memory: int = MEMORY) -> None:
+        self._usual, self._memory = usual, memory
+        # as it is now: what rows of a batch learn from each other they would not learn alone
+        self._start = {} if usual is None else dict(usual._known)
         self._known: dict[Kind, tuple[float, int]] = {}  # the rate, and how much stands behind it
 
     def of(self, kind: Kind) -> float:
         """Return the rate of a kind, in 0..1."""
-        return self._known[kind][0] if kind in self._known else _prior(kind)
+        known = self._known.get(kind) or self._start.get(kind)
+        return _prior(kind) if known is None else known[0]
 
     def learn(self, kind: Kind, right: bool) -> None:
         """Take note of one guess that was right, or not."""
-        rate, weight = self._known.get(kind) or (_prior(kind), PRIOR)
-        weight = min(weight + 1, MEMORY)
+        rate, weight = self._known.get(kind) or (self.of(kind), PRIOR)
+        weight = min(weight + 1, self._memory)
         self._known[kind] = rate + (right - rate) / weight, weight
+        if self._usual is not None:
+            self._usual.learn(kind, right)
 
 
 @lru_cache(maxsize=1024)
@@ -251,19 +263,24 @@ class Trie:
 
 
 USUAL = 1.3  # tokens that heads or a draft model add where nothing is at hand
-NEW = 0.3  # weight of what was seen last
+NEW, SLOW = 0.3, 0.02  # weight of what was seen last, in a text and in what is usual in all
 FORGET = 0.03  # how far what is known drifts with each step that does not ask
 OPEN = 0.1  # places less open than this teach little
 
 
 class DrafterValues:
-    """Of one text: per drafter what it adds to an open place, and what it costs."""
+    """Of one text: per drafter what it adds to an open place, and what it costs.
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[float, float]] = {}
+    Args:
+        usual: both in all texts, from which one that begins starts, and which learn with it.
+    """
+
+    def __init__(self, usual: dict[int, tuple[float, float]] | None = None) -> None:
+        self._usual = {} if usual is None else usual
+        self._known = dict(self._usual)
 
     def pays(self, member: int, tokens: float, cost: float, chance: float) -> bool:
-        """Tell whether to ask; the first time always.
+        """Tell whether to ask; the very first time always.
 
         Args:
             member: number of the drafter.
@@ -288,10 +305,11 @@ class DrafterValues:
             price: what they cost.
             chance: that one of the first guesses at hand before was right.
         """
-        gain, _ = self._known.get(member, (USUAL, price))
-        if chance <= 1 - OPEN:
-            gain += NEW * (gained / (1 - chance) - gain)
-        self._known[member] = gain, price
+        for known, weight in (self._known, NEW), (self._usual, SLOW):
+            gain, _ = known.get(member, (USUAL, price))
+            if chance <= 1 - OPEN:
+                gain += weight * (gained / (1 - chance) - gain)
+            known[member] = gain, price
 
 
 @dataclass
@@ -367,13 +385,16 @@ class HybridDrafter:
         self._order = sorted(range(len(members)), key=self._prices.__getitem__)
         # members verify with the same base: the longest list says most
         self._verify = max((each.verify for each in costs), key=len, default=())
+        # what is usual in all texts; without costs a text's steps do not depend on others
+        self._rates = Rates(memory=LONG) if costs else None
+        self._values: dict[int, tuple[float, float]] = {}
         self.taps = tuple(dict.fromkeys(tap for member in members for tap in member.taps))
 
     def start(self, prefill: Prefill) -> HybridState:
         """Start every member."""
         states = [member.start(prefill) for member in self.members]
-        rows = prefill.ids
-        return HybridState(states, [Rates() for _ in rows], [DrafterValues() for _ in rows])
+        rates = [Rates(self._rates) for _ in prefill.ids]
+        return HybridState(states, rates, [DrafterValues(self._values) for _ in prefill.ids])
 
     def propose(self, state: HybridState) -> Candidates:
         """Ask the members, for each row those that pay; merge.
