@@ -19,7 +19,7 @@ nobody asks, what is known drifts back to what is usual, so that a text that cha
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -155,15 +155,20 @@ class Trie:
         for above, children in enumerate(self.children):
             # at most one sibling is right: a rate counts for what the better ones leave over
             left = values[above]
-            for rate, child in self._siblings(children.values(), rates):
+            for rate, child in self._siblings(children, rates):
                 values[child] = left * rate
                 left -= left * rate
         return values
 
-    def _siblings(self, nodes: Iterable[int], rates: Rates) -> list[tuple[float, int]]:
+    def _siblings(self, nodes: Mapping[int, int], rates: Rates) -> list[tuple[float, int]]:
         """Return rates and numbers of the guesses among siblings, the likeliest first."""
-        found = [(rates.of(kind), node) for node in nodes if (kind := self.kinds[node]) is not None]
-        return sorted(found, key=lambda each: (-each[0], each[1]))
+        found = []
+        for node in nodes.values():
+            if (kind := self.kinds[node]) is not None:
+                found.append((rates.of(kind), node))
+        if len(found) > 1:
+            found.sort(key=lambda each: (-each[0], each[1]))
+        return found
 
     def promise(self, values: Sequence[float]) -> float:
         """Return the expected accept length of the first nodes, of which these are the values."""
@@ -195,7 +200,7 @@ class Trie:
         kept, order = free.union(rest), [0]
         for node in order:  # which grows
             below = [child for child in self.children[node].values() if child in kept]
-            order += sorted(below, key=lambda child: -values[child])
+            order += sorted(below, key=lambda child: -values[child]) if len(below) > 1 else below
         return order
 
     def best(self, values: Sequence[float], costs: Sequence[float]) -> tuple[float, float]:
@@ -253,7 +258,7 @@ class Trie:
             if node is None:
                 break
             children = self.children[node]
-            for _, child in self._siblings(children.values(), rates):
+            for _, child in self._siblings(children, rates):
                 kind, right = self.kinds[child], self.tokens[child] == token
                 assert kind is not None
                 rates.learn(kind, right)
@@ -403,12 +408,18 @@ class HybridDrafter:
             ValueError: for sampled candidates.
         """
         state.tries, state.where = [], [[[] for _ in state.rates] for _ in self.members]
-        spent = [0.0] * len(state.rates)
+        spent, values = [0.0] * len(state.rates), [[1.0] for _ in state.rates]
         for number in self._order:
-            asked = self._asked(number, spent, state)
+            price = self._prices[number]
+            asked = [True] * len(spent)
+            if price and state.tries:
+                asked = [
+                    self._pays(number, row, *of, state)
+                    for row, of in enumerate(zip(spent, values, strict=True))
+                ]
             if not any(asked):
                 continue
-            member, price = self.members[number], self._prices[number]
+            member = self.members[number]
             candidates = member.propose(state.members[number])
             name = f"candidates of {type(member).__name__}"
             check(candidates.sampling == "none", name, candidates.sampling, _UNSAMPLED)
@@ -423,35 +434,38 @@ class HybridDrafter:
                 if not asks:
                     state.where[number][row] = [0] + [-1] * (len(tokens[row]) - 1)
                     continue
-                trie, rates = state.tries[row], state.rates[row]
-                before = trie.values(rates) if price else []
+                trie, before = state.tries[row], values[row]
                 own = trie.add(number, tokens[row], parents[row], inputs[row])
                 state.where[number][row] = own
+                values[row] = after = trie.values(state.rates[row])
                 if price:
                     cost = price * max(trie.depths[node] for node in own if node >= 0)
                     spent[row] += cost
-                    gained = trie.promise(trie.values(rates)) - trie.promise(before)
+                    gained = trie.promise(after) - trie.promise(before)
                     state.values[row].learn(number, gained, cost, trie.chance(before))
-        return self._merge(state, spent, device)
+        return self._merge(state, spent, values, device)
 
-    def _asked(self, number: int, spent: Sequence[float], state: HybridState) -> list[bool]:
-        """Tell per row whether a member is to be asked."""
-        if not state.tries or not self._prices[number]:
-            return [True] * len(spent)
-        asked = []
-        for row, (trie, paid) in enumerate(zip(state.tries, spent, strict=True)):
-            values = trie.values(state.rates[row])
-            best = trie.best(values, [paid + cost for cost in self._verify])
-            asked.append(state.values[row].pays(number, *best, trie.chance(values)))
-        return asked
+    def _pays(
+        self, number: int, row: int, paid: float, values: Sequence[float], state: HybridState
+    ) -> bool:
+        """Tell whether a member is to be asked for a row."""
+        trie = state.tries[row]
+        best = trie.best(values, [paid + cost for cost in self._verify])
+        return state.values[row].pays(number, *best, trie.chance(values))
 
-    def _merge(self, state: HybridState, spent: Sequence[float], on: torch.device) -> Candidates:
+    def _merge(
+        self,
+        state: HybridState,
+        spent: Sequence[float],
+        values: Sequence[Sequence[float]],
+        on: torch.device,
+    ) -> Candidates:
         """Return what is to be verified; note where in it nodes of the tries stand."""
         rows, inputs = [], []
         state.places = []
-        for trie, paid, each in zip(state.tries, spent, state.rates, strict=True):
+        for trie, paid, each in zip(state.tries, spent, values, strict=True):
             costs = [paid + cost for cost in self._verify]
-            order = trie.order(trie.values(each), self.num_nodes, costs)
+            order = trie.order(each, self.num_nodes, costs)
             place = {node: new for new, node in enumerate(order)}
             state.places.append(place)
             parents = [-1, *(place[trie.parents[node]] for node in order[1:])]
