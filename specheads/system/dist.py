@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -47,37 +46,27 @@ def set_defaults() -> None:
     os.environ.setdefault("RANK", "0")
 
 
-def _group_exists() -> bool:
+def _group() -> Any:
+    """Return ``torch.distributed`` where this process is one of its group, else None."""
     import torch.distributed as group
 
-    return group.is_available() and group.is_initialized()
-
-
-def _meeting_place() -> torch.device:
-    """Return where tensors have to lie for the process group to see them."""
-    import torch
-    import torch.distributed as group
-
-    on_gpu = "nccl" in group.get_backend()
-    return torch.device("cuda", local_rank()) if on_gpu else torch.device("cpu")
+    return group if group.is_available() and group.is_initialized() else None
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Return the elementwise sum of ``values`` over all ranks; every rank must call it."""
-    import torch.distributed as group
-
-    if not _group_exists():
+    if not (group := _group()):
         return values
-    total = values.detach().to(_meeting_place(), copy=True)
+    # where tensors have to lie for the group to see them
+    place = f"cuda:{local_rank()}" if "nccl" in group.get_backend() else "cpu"
+    total = values.detach().to(place, copy=True)
     group.all_reduce(total)
     return total.to(values.device)
 
 
 def gather_texts(text: str) -> list[str]:
     """Return the ``text`` of every rank, in their order; every rank must call it."""
-    import torch.distributed as group
-
-    if not _group_exists():
+    if not (group := _group()):
         return [text]
     texts = [""] * world_size()
     group.all_gather_object(texts, text)
@@ -86,9 +75,7 @@ def gather_texts(text: str) -> list[str]:
 
 def barrier() -> None:
     """Wait for all ranks."""
-    import torch.distributed as group
-
-    if _group_exists():
+    if group := _group():
         group.barrier()
 
 
@@ -97,8 +84,6 @@ def shutdown() -> None:
 
     Without the barrier and the destruction some exits abort (DeepSpeed over gloo).
     """
-    import torch.distributed as group
-
-    if _group_exists():
+    if group := _group():
         group.barrier()
         group.destroy_process_group()
