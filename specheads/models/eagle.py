@@ -17,7 +17,7 @@ width h in each, N nodes of a tree so far without the root, L slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -262,25 +262,19 @@ class EagleCache(RootCache):
             The cache with them, and what the layer made of each row's last position, [B, d].
         """
         last = last_places(counts, self.ends.device)
-        cache, made = self._read(hidden, counts, tokens, last)
-        root = made[:, 0]
-        if min(counts) == 0:
-            read = torch.tensor(counts, device=root.device)[:, None] > 0
-            root = torch.where(read, root, self.root)
-        return replace(cache, root=root), root
+        cache = self.moved(counts, self._read(hidden, tokens, last)[:, 0])
+        return cache, cache.root
 
     def read(self, hidden: Tensor, counts: Sequence[int], tokens: Tensor) -> tuple[Self, Tensor]:
         """Do what :meth:`append` does; return what the layer made everywhere, [B, T, d]."""
         every = torch.arange(tokens.shape[1], device=self.ends.device).expand_as(tokens)
-        cache, made = self._read(hidden, counts, tokens, every)
+        made = self._read(hidden, tokens, every)
         last = last_places(counts, self.ends.device)
-        return replace(cache, root=rows_at(made, last)[:, 0]), made
+        return self.moved(counts, rows_at(made, last)[:, 0]), made
 
     @torch.no_grad()
-    def _read(
-        self, hidden: Tensor, counts: Sequence[int], tokens: Tensor, asked: Tensor
-    ) -> tuple[Self, Tensor]:
-        """Return the cache, and what the layer made of the new positions ``asked`` [B, Q]."""
+    def _read(self, hidden: Tensor, tokens: Tensor, asked: Tensor) -> Tensor:
+        """Remember new positions; return what the layer makes of those ``asked`` [B, Q]."""
         heads, layer = self.heads, self.heads.layer
         seen = self.slots.reserve(self.lengths, tokens.shape[1])
         places = self.ends[:, None] + torch.arange(tokens.shape[1], device=self.ends.device)
@@ -294,9 +288,7 @@ class EagleCache(RootCache):
             return attended(queries, keys, values, mask)
 
         made = layer.run(rows_at(stream, asked), rows_at(side, asked), table[:, at], attend)
-        made = heads.made(made)
-        ends = self.ends + torch.tensor(counts, device=self.ends.device)
-        return replace(self, lengths=self.grown(counts), ends=ends), made
+        return heads.made(made)
 
 
 class EagleWalk:

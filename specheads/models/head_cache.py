@@ -318,6 +318,18 @@ class RootCache(RowCache):
         here = rows.to(self.ends.device)
         return replace(super().select(here), ends=self.ends[here], root=self.root[..., here, :])
 
+    def moved(self, counts: Sequence[int], root: Tensor) -> Self:
+        """Return this cache with ``counts[b]`` positions more in each row, of which ``root`` came.
+
+        Args:
+            counts: per row; where it is 0, the root stays what it was.
+            root: [..., B, d], what was made of each row's last position.
+        """
+        new = torch.tensor(counts, device=self.ends.device)
+        if min(counts) == 0:
+            root = torch.where(new[:, None] > 0, root, self.root)
+        return replace(self, lengths=self.grown(counts), ends=self.ends + new, root=root)
+
     def as_it_was(self, lengths: Sequence[int], every: Tensor) -> Self:
         """Return this cache of one row as it was when the root stood elsewhere, one row for each.
 

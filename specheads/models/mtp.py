@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self, cast
 
@@ -526,7 +526,7 @@ class TextCache(head_cache.RootCache):
     def read(self, hidden: Tensor, counts: Sequence[int], tokens: Tensor) -> tuple[Self, Tensor]:
         """Do what :meth:`append` does; return G^k at every new token, [K, B, T, d]."""
         device = self.ends.device
-        num_rows, num_new = tokens.shape
+        num_new = tokens.shape[1]
         seen = self.slots.reserve(self.lengths, num_new)
         places = self.ends[:, None] + torch.arange(num_new, device=device)  # [B, T]
         distances = places[..., None] - torch.arange(seen, device=device)  # [B, T, L]
@@ -547,17 +547,9 @@ class TextCache(head_cache.RootCache):
             layer = self.slots.layers[i]
             found.append(self.run(i, before, embedded, mask, places, waves, layer)[1])
         every = torch.stack(found)
-        if num_rows == 1:
-            ends = self.ends + counts[0]
-            root = every[:, :, counts[0] - 1] if counts[0] else self.root
-        else:
-            new = torch.tensor(counts, device=device)
-            ends = self.ends + new
-            rows = torch.arange(num_rows, device=device)
-            root = every[:, rows, (new - 1).clamp(min=0)]
-            if min(counts) == 0:
-                root = torch.where(new[:, None] > 0, root, self.root)
-        return replace(self, lengths=self.grown(counts), ends=ends, root=root), every
+        last = head_cache.last_places(counts, device)[:, 0]
+        root = every[:, torch.arange(len(counts), device=device), last]
+        return self.moved(counts, root), every
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
