@@ -479,8 +479,8 @@ class Step:
         device = self._device = waves.device
         final = [max(count, 1) - 1 for count in counts]
         self.num_new, self.num_rows = num_new, len(before)
-        self._window, self._most = cache.window, max(before) + num_new
-        self._start = before[0]
+        self._window, self._first, self._longest = cache.window, min(before), max(before)
+        self._starts: int | Tensor = before[0]
         self._spans: list[tuple[slice, slice, Tensor | None]] | None = None
         self.last: slice | Tensor
         if self.num_rows == 1:
@@ -489,10 +489,9 @@ class Step:
             self.waves = waves[:, before[0] : before[0] + num_new]
             return
         starts, ends = torch.tensor([before, final], device=device)
-        self._ahead = starts[:, None] + torch.arange(num_new, device=device)  # [B, T]
-        self._ends = (starts + ends)[:, None]
+        self._starts, self._ends = starts[:, None], (starts + ends)[:, None]
         self.last = torch.arange(self.num_rows, device=device) * num_new + ends
-        self.waves = waves[:, self._ahead.flatten()]
+        self.waves = waves[:, (self._starts + torch.arange(num_new, device=device)).flatten()]
 
     def spans(self, *, every: bool) -> list[tuple[slice, slice, Tensor | None]]:
         """Return who attends to what: places among a row's queries, slots, and their mask.
@@ -505,17 +504,14 @@ class Step:
         if self.num_rows == 1 and (self.num_new == 1 or not every):
             return [(slice(0, 1), self._seen(self._position, self._position + 1), None)]
         if not every:
-            return [self._span(slice(0, 1), self._ends, 0, self._most)]
+            return [self._span(slice(0, 1), self._ends, 0, self._longest + self.num_new)]
         if self._spans is None:  # the same for all layers
             self._spans = []
             for first in range(0, self.num_new, _SPAN):
-                places = slice(first, min(first + _SPAN, self.num_new))
-                if self.num_rows == 1:
-                    first, end = self._start + first, self._start + places.stop
-                    at = torch.arange(first, end, device=self._device)[None]
-                    self._spans.append(self._span(places, at, first, end))
-                else:
-                    self._spans.append(self._span(places, self._ahead[:, places], 0, self._most))
+                end = min(first + _SPAN, self.num_new)
+                at = self._starts + torch.arange(first, end, device=self._device)[None]
+                bounds = self._first + first, self._longest + end
+                self._spans.append(self._span(slice(first, end), at, *bounds))
         return self._spans
 
     def _seen(self, first: int, end: int) -> slice:
