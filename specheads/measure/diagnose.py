@@ -22,8 +22,9 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.lookup import NgramDrafter
 from specheads.models import base as bases
 from specheads.models.forward import ModelPass, thresholds
+from specheads.models.manifest import first_line
 from specheads.models.output import output_layer
-from specheads.models.support import cache_layers, compare, tree_support
+from specheads.models.support import cache_layers, compare, size_of, tree_support
 from specheads.verification.sampling import ROUNDING
 
 TREES = {
@@ -105,8 +106,7 @@ def _run(check: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a model or its kernels may raise
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return False, f"cannot be run: {lines[0]}"
+        return False, f"cannot be run: {first_line(error)}"
 
 
 def _what(model: PreTrainedModel) -> Finding:
@@ -218,12 +218,7 @@ def _rows(model: PreTrainedModel) -> tuple[bool, str]:
 
     together = verify(slice(None))
     alone = torch.cat([verify(slice(row, row + 1)) for row in range(len(lengths))])
-    limit = tree_support(model).limit
-    errors = together - alone
-    if model.dtype in EXACT_DTYPES:
-        error = float(errors.abs().max())
-    else:
-        error = float(errors.square().mean(-1).sqrt().mean())
+    error, limit = size_of(together - alone, model), tree_support(model).limit
     text = f"{len(lengths)} rows of different lengths against each alone: {_error(error, limit)}"
     return error <= limit, text
 

@@ -310,13 +310,20 @@ def compare(
     ]
     pairs.append((after, logits[-1, 1 + len(kept) : 3 + len(kept)]))
     errors = torch.cat([ours.to(device) - theirs for ours, theirs in pairs])
+    error = size_of(errors, model)
     spread = max(float(theirs.std(-1).max()) for _, theirs in pairs)
     # a wrong mask or position moves logits by their own spread
     if model.dtype in (torch.float32, torch.float64):
-        error = float(errors.abs().max())
         largest = max(float(theirs.abs().max()) for _, theirs in pairs)
         return Comparison(error, 1e-3 * spread, error / largest if largest else 0.0, rules)
-    return Comparison(float(errors.square().mean(-1).sqrt().mean()), 0.05 * spread, 0.0, rules)
+    return Comparison(error, 0.05 * spread, 0.0, rules)
+
+
+def size_of(errors: Tensor, model: PreTrainedModel) -> float:
+    """Return the errors [..., V] of a model's logits as one number, which a ``limit`` is for."""
+    if model.dtype in (torch.float32, torch.float64):
+        return float(errors.abs().max())
+    return float(errors.square().mean(-1).sqrt().mean())
 
 
 def _hides(rules: list[Callable[..., Tensor]], window: int) -> bool:
