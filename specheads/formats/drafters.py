@@ -29,7 +29,7 @@ from specheads.models.base import context_length
 from specheads.models.block import BlockForm, BlockHeads
 from specheads.models.checkpoint import cast_tensors, load_export, load_heads
 from specheads.models.eagle import EagleForm, EagleHeads
-from specheads.models.manifest import TensorFiles, said_of, save_tensors, write_json
+from specheads.models.manifest import TensorFiles, expect, said_of, save_tensors, write_json
 from specheads.models.output import OutputLayer, layers_of, output_layer
 from specheads.models.tapped import TappedHeads
 from specheads.system.errors import refuse
@@ -276,7 +276,7 @@ class Layout:
         for key in _NESTED:
             inner = config.get(key) or {}
             with said_of(self.about):
-                _expect(isinstance(inner, dict), key, inner, "an object")
+                expect(isinstance(inner, dict), key, inner, "an object")
             # what stands outside is the drafter's own, but for the layer's sizes
             self.config = {**inner, **self.config}
         methods = self.config.get("proposal_methods")
@@ -318,7 +318,7 @@ class Layout:
         vocab_size, hidden_size = output.weight.shape
         taps, layers = self._taps(), len(layers_of(base))
         with said_of(self.about):
-            _expect(max(taps) < layers, _TAPPED, taps, f"layers of the base's {layers}")
+            expect(max(taps) < layers, _TAPPED, taps, f"layers of the base's {layers}")
         self.notes += check_output("these heads have", output, "so are those of the heads now,")
         if "embed_tokens.weight" in self.files.header:
             own = self.files.read(["embed_tokens.weight"])["embed_tokens.weight"]
@@ -381,11 +381,11 @@ class Layout:
         }  # fmt: skip
         for key, wanted in expected.items():
             fits = get(key) is None or get(key) == wanted
-            _expect(fits, key, get(key), f"{wanted!r}: heads of specheads have no other")
+            expect(fits, key, get(key), f"{wanted!r}: heads of specheads have no other")
         plain = rope.get("rope_type", rope.get("type", "default")) == "default"
-        _expect(plain, "rope_parameters", rope, "plain rotary positions")
+        expect(plain, "rope_parameters", rope, "plain rotary positions")
         types = get("layer_types") or ()
-        _expect("sliding_attention" not in types, "layer_types", types, "full attention")
+        expect("sliding_attention" not in types, "layer_types", types, "full attention")
         num_heads = get("num_attention_heads")
         sizes = {
             "taps": tuple(self._taps()),
@@ -415,8 +415,8 @@ class Layout:
         check_number(self.files, number)
         rank = get("markov_rank", 0) if self.kind == "dspark" else 0
         fits = 1 <= layers <= MOST_LAYERS
-        _expect(fits, "num_hidden_layers", layers, f"1 to {MOST_LAYERS}")
-        _expect(0 <= rank <= hidden_size, "markov_rank", rank, f"0 to {hidden_size}")
+        expect(fits, "num_hidden_layers", layers, f"1 to {MOST_LAYERS}")
+        expect(0 <= rank <= hidden_size, "markov_rank", rank, f"0 to {hidden_size}")
         common = number, hidden_size, vocab_size, lm_head, block, kept
         return BlockHeads(*common, num_layers=layers, markov_rank=rank)
 
@@ -429,13 +429,8 @@ class Layout:
             behind = config.get("aux_hidden_state_layer_ids") if behind is None else behind
             counted = [each - 1 for each in behind] if _whole(behind) else behind
         fits = _whole(counted) and min(counted, default=-1) >= 0
-        _expect(fits, _TAPPED, counted, "numbers of layers of the base")
+        expect(fits, _TAPPED, counted, "numbers of layers of the base")
         return list(counted)
-
-
-def _expect(fits: bool, key: str, found: object, expected: str) -> None:
-    if not fits:
-        raise ConfigError(f"{key} is {found!r:.80}, expected {expected}")
 
 
 def _whole(values: object) -> bool:

@@ -90,8 +90,7 @@ def first_line(error: BaseException) -> str:
 
 def expect(fits: bool, key: str, value: object, expected: object) -> None:
     """Raise ConfigError unless a stranger's value ``fits``: key, what it is, what was expected."""
-    if not fits:
-        raise ConfigError(f"{key} is {value!r:.40}, expected {expected}")
+    _hold(fits, f"{key} is {value!r:.80}", expected)
 
 
 def _hold(fits: bool, found: str, expected: object) -> None:
