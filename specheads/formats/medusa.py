@@ -134,7 +134,6 @@ def write(job: Job) -> list[str]:
         if not _NAMES[job.form].file:
             tensors, notes = _tensors(job.form, heads, output)
             config = copy.deepcopy(base.config)
-            vars(config).pop("quantization_config", None)
             config.update(_counts(heads))
             save_as(folder, type(base), config, base, tensors, tokenizer, job.dtype)
             return notes

@@ -108,7 +108,6 @@ def write(
     if base.config.model_type in NATIVE_MTP:
         config = copy.deepcopy(base.config)
         config.num_mtp_layers = number
-        vars(config).pop("quantization_config", None)
     else:
         kind = CLASSES[base.config.model_type].model
         types = getattr(ours.config, "layer_types", None)

@@ -86,6 +86,7 @@ def save_as(
     if has_adapter(base) or quantization_of(base):
         base = plain_copy(base, base.dtype)
     state, dtype = base.state_dict() | extra, dtype or base.dtype
+    vars(config).pop("quantization_config", None)  # what is written is numbers
     with torch.device("meta"):
         model: Any = kind(config)  # only its class and config are used
     if base.can_generate():

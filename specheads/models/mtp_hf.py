@@ -195,7 +195,7 @@ def our_config(config: PreTrainedConfig, **ours: Any) -> PreTrainedConfig:
         **ours: ``mtp_heads``, ``num_mtp_layers``, ``mtp_layer_types``.
     """
     values = config.to_dict()
-    for key in ("model_type", "architectures", "quantization_config"):
+    for key in ("model_type", "architectures"):
         values.pop(key, None)
     return CLASSES[config.model_type].config(**values, **ours)
 
