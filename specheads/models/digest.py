@@ -10,10 +10,10 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from pathlib import Path
 
-from specheads.config import ConfigError
+from specheads.config import ConfigError, RunError
+from specheads.system.files import write_whole
 
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
 _REVISION = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")
@@ -72,11 +72,10 @@ def file_sha256(path: str | Path) -> str:
         if SHA256.fullmatch(known):
             return known
     digest = _hash(path)
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else
+    # a cache that cannot be written costs time, nothing else
+    with contextlib.suppress(OSError, RunError):
         entry.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=entry.parent, delete=False) as file:
-            file.write(digest)
-        Path(file.name).replace(entry)
+        write_whole(entry, digest)
     return digest
 
 
