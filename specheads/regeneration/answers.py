@@ -279,5 +279,4 @@ def _append(file: int, values: Iterable[Mapping[str, Any]]) -> None:
     data = _lines(values)
     while data:
         data = data[os.write(file, data) :]
-        if not data:
-            os.fsync(file)
+    os.fsync(file)
