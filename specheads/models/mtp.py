@@ -357,12 +357,9 @@ class MtpHeads(nn.Module, Heads):
         found, before = [], hidden
         for i in range(self.num_heads):
             source = hidden if self.variant == "parallel" else before
-            if torch.is_grad_enabled() and self.training:
-                before, output = checkpoint(
-                    run, i, source, use_reentrant=False, preserve_rng_state=self._draws
-                )
-            else:
-                before, output = run(i, source)
+            before, output = checkpoint(  # where no gradient is wanted, this is a plain call
+                run, i, source, use_reentrant=False, preserve_rng_state=self._draws
+            )
             found.append(output)
         return torch.stack(found)
 
