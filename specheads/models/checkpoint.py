@@ -45,7 +45,7 @@ from specheads.models.mtp import MtpHeads
 from specheads.models.names import OURS, base_digest, resolve_name
 from specheads.models.packed import pack_linears
 from specheads.models.quantize import METHODS, quantization_of
-from specheads.system.files import shipped_export, whole_folder
+from specheads.system.files import shipped_export, whole_file, whole_folder
 from specheads.system.hub import fetched_export
 from specheads.system.redact import redact
 
@@ -467,12 +467,10 @@ def set_tree(
     }
     if heldout is not None:
         config["training"] = {**config["training"], "heldout": heldout}
-    aside = path / f".{_CONFIG}.tmp"
-    manifest.write_json(aside, config)
-    listed["files"][_CONFIG] = manifest.manifest_entry(aside)
-    manifest.write_json(path / f".{manifest.MANIFEST}.tmp", listed)
-    aside.replace(path / _CONFIG)
-    (path / f".{manifest.MANIFEST}.tmp").replace(path / manifest.MANIFEST)
+    with whole_file(path / manifest.MANIFEST) as listing, whole_file(path / _CONFIG) as about:
+        manifest.write_json(about, config)
+        listed["files"][_CONFIG] = manifest.manifest_entry(about)
+        manifest.write_json(listing, listed)
 
 
 def save_plain_model(
