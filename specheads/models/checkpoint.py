@@ -365,7 +365,9 @@ def load_export(
     path = Path(fetched_export(shipped_export(str(path))))
     config = read_config(path)
     _check_tokenizer_files(path, config, manifest.check_manifest(path))
-    tree = _load_tree(path, config)
+    with manifest.said_of(f"{path / _CONFIG}: tree", TypeError):
+        tree = Tree.from_choices(config["tree"]["choices"])
+    _check_rank(tree, config, f"{path}: ")  # its depth is held to the heads by read_config
     heads = load_heads_file(path, config)
     if beside is not None:
         _check_shared(path, config, beside.config)
@@ -514,13 +516,6 @@ def read_config(path: str | Path) -> dict[str, Any]:
                 raise ConfigError(f"{path / _CONFIG} lacks {f'{section}.{key}'.lstrip('.')}")
     check_config(path / _CONFIG, config)
     return config
-
-
-def _load_tree(path: Path, config: dict[str, Any]) -> Tree:
-    with manifest.said_of(f"{path / _CONFIG}: tree", TypeError):
-        tree = Tree.from_choices(config["tree"]["choices"])
-    _check_rank(tree, config, f"{path}: ")  # its depth is held to the heads by read_config
-    return tree
 
 
 def _check_rank(tree: Tree, config: dict[str, Any], where: str = "") -> None:
