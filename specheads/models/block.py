@@ -339,9 +339,7 @@ class BlockHeads(TappedHeads):
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
         """Return the matrix [V', d_i], the same of all heads."""
         weight = self.shared_rows(base_weight)
-        if self.markov is None:
-            return weight
-        return torch.cat([weight.to(self.markov.up.weight.dtype), self.markov.up.weight], dim=1)
+        return weight if self.markov is None else self.markov.beside(weight)
 
     def head(self, i: int) -> SimpleNamespace:
         """Return what a walk asks of head ``i`` beyond its product."""

@@ -106,6 +106,10 @@ class Markov(nn.Module):
         """Return what ``up`` reads of tokens [...], [..., r]."""
         return self.down(tokens if self.row_of is None else self.row_of(tokens))
 
+    def beside(self, weight: Tensor) -> Tensor:
+        """Return an output matrix [V', d] with the bias's own beside it, [V', d + rank]."""
+        return torch.cat([weight.to(self.up.weight.dtype), self.up.weight], dim=1)
+
 
 class MedusaHead(nn.Module):
     """One head: its blocks, its own output matrix if it has one, and what reads drafted tokens.
@@ -189,9 +193,7 @@ class MedusaHead(nn.Module):
     def output_weight(self, base_weight: Tensor) -> Tensor:
         """Return the matrix for what ``forward`` returns; ``base_weight`` [V, d] if shared."""
         weight = self.own_weight(base_weight)
-        if self.markov is None:
-            return weight
-        return torch.cat([weight.to(self.markov.up.weight.dtype), self.markov.up.weight], dim=1)
+        return weight if self.markov is None else self.markov.beside(weight)
 
 
 SIZES = (
