@@ -31,7 +31,7 @@ from specheads.config.training import LM_HEADS, HeadsConfig
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models import blocks
 from specheads.models.base import Embed
-from specheads.models.head_cache import LayerCache
+from specheads.models.head_cache import LayerCache, rows_at
 from specheads.models.kinds import Begin, Heads, multiplied
 from specheads.models.output import FINAL, OutputLayer
 from specheads.system.errors import check, one_of
@@ -472,10 +472,8 @@ class Walk:
         self.depth, self.tokens = self.depth + 1, tokens
         if carried is None:
             return
-        if parents is not None and parents.dim() == 1:
-            carried = carried.index_select(1, parents)
-        elif parents is not None:
-            carried = carried.gather(1, parents[..., None].expand(-1, -1, carried.shape[2]))
+        if parents is not None:
+            carried = rows_at(carried, parents.expand(len(carried), -1))
         if steps.conditions:
             below = carried[..., steps.heads.hidden_size :]
             self._carried = below + F.embedding(tokens, steps.conditions[self.depth])
