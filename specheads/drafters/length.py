@@ -11,6 +11,10 @@ before it were, and costs n passes of the draft model and a verify step of n + 1
 is the speed, with the measured cost of the step in place of the usual assumption that it costs what
 a plain step costs (Leviathan et al., arXiv:2211.17192, theorem 3.8). The rates are learned from
 each text while it is written.
+
+Every row of a batch has a state of its own, and gets the lengths that it would get alone. A rule
+has ``max_tokens``, than which no draft is longer, and ``asks``: whether ``goes_on`` is to be called
+after every token, which needs the draft's probabilities on the host, a synchronisation on a GPU.
 """
 
 from __future__ import annotations
@@ -19,50 +23,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
 
 from specheads.system.errors import at_least, check
-
-
-class Length(Protocol):
-    """Says for every row of its own how long its next draft is.
-
-    States belong to a row: a row of a batch gets the lengths that it would get alone.
-
-    Attributes:
-        max_tokens: no draft is longer.
-        asks: whether :meth:`goes_on` is to be called. It needs the draft's probabilities on the
-            host after every token, which is a synchronisation on a GPU.
-    """
-
-    max_tokens: int
-    asks: bool
-
-    def start(self) -> Any:
-        """Return the state of one row before its first step."""
-
-    def limit(self, state: Any) -> int:
-        """Return how many tokens the row may be proposed next, 0 to ``max_tokens``."""
-
-    def goes_on(self, probs: Sequence[float]) -> bool:
-        """Say, after a token was drafted for a row, whether another one is to follow it.
-
-        Args:
-            probs: of each token drafted in this step, the draft's probability for it; the newest
-                one is the last. At temperature 0 those of temperature 1.
-        """
-
-    def observe(self, state: Any, num_proposed: int, num_accepted: int) -> Any:
-        """Return the state of a row after a step for which it was asked.
-
-        Args:
-            state: before the step.
-            num_proposed: guesses on which the step has decided: where ``num_accepted`` is smaller,
-                the guess after the accepted ones was refused, and about later ones nothing is
-                known. Guesses that nobody verified, as near the token limit, do not count. It is 0
-                after a limit of 0.
-            num_accepted: 0..num_proposed.
-        """
 
 
 @dataclass
@@ -199,7 +161,7 @@ class TextRates:
 
 
 class AdaptiveLength:
-    """Drafts as many tokens as pay; a ``Length`` of :mod:`specheads.drafters.length`.
+    """Drafts as many tokens as pay.
 
     Every row of a batch learns alone. The draft model's confidence ends drafts: a token is drafted
     only where its chance to be reached, times ``PRIOR``, is worth more than it costs at the speed
@@ -231,22 +193,41 @@ class AdaptiveLength:
         self._bars.append(math.inf)
 
     def start(self) -> TextRates:
-        """Return the state of a text that begins."""
+        """Return the state of a row before its first step."""
         return TextRates()
 
     def limit(self, state: TextRates) -> int:
-        """Return ``max_tokens``, or 0 where no draft gives the most expected tokens per cost."""
+        """Return how many tokens the row may be proposed next.
+
+        ``max_tokens``, or 0 where no draft gives the most expected tokens per cost.
+        """
         length, _ = best_length(state.estimate(self.prior, WEIGHT), self.costs)
         return self.max_tokens if length else 0
 
     def goes_on(self, probs: Sequence[float]) -> bool:
-        """Say whether one more token is worth its cost after those with these probabilities.
+        """Say, after a token was drafted for a row, whether one more is worth its cost.
 
         The draft model is taken at its word: a token is right as often as it says.
+
+        Args:
+            probs: of each token drafted in this step, the draft's probability for it; the newest
+                one is the last. At temperature 0 those of temperature 1.
         """
         return math.prod(probs) > self._bars[len(probs)]
 
     def observe(self, state: TextRates, num_proposed: int, num_accepted: int) -> TextRates:
-        """Return the state after a step."""
+        """Return the state of a row after a step for which it was asked.
+
+        Args:
+            state: before the step.
+            num_proposed: guesses on which the step has decided: where ``num_accepted`` is smaller,
+                the guess after the accepted ones was refused, and about later ones nothing is
+                known. Guesses that nobody verified, as near the token limit, do not count. It is 0
+                after a limit of 0.
+            num_accepted: 0..num_proposed.
+        """
         tried = range(min(num_accepted + 1, num_proposed))
         return state.after({depth: depth < num_accepted for depth in tried}, MEMORY)
+
+
+Length = FixedLength | AdaptiveLength
