@@ -223,12 +223,6 @@ def grouped_attention_traced() -> Iterator[None]:
         _traced = before
 
 
-def _folded_now() -> _Folded | None:
-    if torch.compiler.is_compiling():
-        return {} if _traced else None
-    return _grouped_active.get()
-
-
 # Keys that are summed in one matrix product, beside those of a tree. MKL adds them one after the
 # other, so that the zeros of hidden slots change nothing, up to 384 of them on Intel's processors
 # and 192 on AMD's; more it adds in parts that depend on the number
@@ -330,7 +324,7 @@ def _install_grouped() -> None:
         if ordered and attention_mask is not None and _is_plain(args, kwargs):
             output = attend_in_order(query, key, value, attention_mask, scale, *ordered)
             return output, None
-        folded = _folded_now()
+        folded = ({} if _traced else None) if compiling else _grouped_active.get()
         # the kernel takes values as wide as keys; models with others round by shape
         in_blocks = not compiling and _blocks_active.get() and attention_mask is not None
         in_blocks = in_blocks and key.shape[3] == value.shape[3]
