@@ -45,13 +45,13 @@ def with_own_file(argv: Sequence[str]) -> list[str]:
     found: dict[str, str] = {}
     for word in argv:
         if word.startswith("config="):
-            found |= dict(_settings(Path(word.partition("=")[2]).expanduser()))
+            found |= _settings(Path(word.partition("=")[2]).expanduser())
     # recipe= is written +recipe= too, and model.name= where model= would be
     kept = {key: value for key, value in found.items() if key not in given}
     return [*(f"{key}={value}" for key, value in kept.items()), *others]
 
 
-def _settings(path: Path) -> Iterator[tuple[str, str]]:
+def _settings(path: Path) -> dict[str, str]:
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -65,12 +65,13 @@ def _settings(path: Path) -> Iterator[tuple[str, str]]:
         raise ConfigError(f"config={path} is no YAML: {why}") from None
     if not isinstance(values, dict) or not values:
         raise ConfigError(f"config={path} holds no settings; expected lines like optim.lr: 1e-3")
-    yield from _leaves(values, "")
+    return {key: hydra_word(value) for key, value in leaves(values)}
 
 
-def _leaves(values: Mapping[Any, Any], above: str) -> Iterator[tuple[str, str]]:
+def leaves(values: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all settings with their whole keys, ``optim.lr`` say; an empty mapping is a value."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{above}{key}.")
+            yield from leaves(value, f"{above}{key}.")
         else:
-            yield f"{above}{key}", hydra_word(value)
+            yield f"{above}{key}", value

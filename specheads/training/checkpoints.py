@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from specheads.config import ConfigError, TrainConfig
+from specheads.config.own import leaves
 from specheads.models import manifest
 from specheads.models.names import base_fingerprint
 from specheads.system import dist
@@ -66,14 +67,8 @@ def flatten_settings(cfg: TrainConfig) -> dict[str, Any]:
 
     Secrets in them are hidden: checkpoints keep what is returned, and later runs compare with it.
     """
-
-    def flat(prefix: str, value: Any) -> dict[str, Any]:
-        if not (isinstance(value, Mapping) and value):
-            return {prefix[:-1]: value}
-        return {k: v for key in value for k, v in flat(f"{prefix}{key}.", value[key]).items()}
-
-    settings = flat("", redact(dataclasses.asdict(cfg)))
-    return {key: value for key, value in settings.items() if not _is_free(key)}
+    settings = leaves(redact(dataclasses.asdict(cfg)))
+    return {key: value for key, value in settings if not _is_free(key)}
 
 
 def _is_free(key: str) -> bool:
