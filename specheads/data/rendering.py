@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -24,17 +25,8 @@ from jinja2 import TemplateError
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-OUR_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}"
-    "{{ '<|assistant|>' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% elif message['role'] in ('user', 'system') %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
-    "{% else %}{{ raise_exception('unknown role ' + message['role']) }}"
-    "{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+# its line breaks are for those who read the file
+OUR_TEMPLATE = "".join(Path(__file__).with_name("ours.jinja").read_text("utf-8").splitlines())
 _SECONDS = 10  # of processor time for one rendering; those that are meant take a millisecond
 _MEMORY = 2 << 30  # bytes of addresses, of which Python and numpy take a third
 _FREE = 1 << 20  # characters of a text that are not asked after
