@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 import sys
 from pathlib import Path
 
 from specheads.system import __version__
 
-COMMANDS = {
-    "auto": ("specheads.auto", "from a model's name to heads for it, in the minutes you give"),
-    "init": ("specheads.init", "begin a YAML file of a run, with a reason for each setting"),
-    "train": ("specheads.train", "train heads, a draft model, or a base model"),
-    "generate": ("specheads.generate", "decode a prompt, or a file of prompts"),
-    "chat": ("specheads.chat", "talk to a model in the terminal"),
-    "bench": ("specheads.bench", "measure a checkpoint against plain decoding"),
-    "spec_bench": ("specheads.spec_bench", "answer Spec-Bench's questions and score the speed"),
-    "quality": ("specheads.quality", "what a tuned base or a lossy rule costs in quality"),
-    "tree": ("specheads.tree_search", "measure and store the fastest tree of a checkpoint"),
-    "export": ("specheads.export", "write a checkpoint in another form, or read a foreign one"),
-    "regenerate": ("specheads.regenerate", "let the base model answer the prompts itself"),
-    "preview": ("specheads.preview", "show records with their loss masks"),
-    "compare": ("specheads.compare", "find out which draft model pays, if any"),
-    "doctor": ("specheads.doctor", "what is missing here, and what a model can be decoded with"),
-}
+USAGE = Path(__file__).with_name("usage.txt").read_text(encoding="utf-8").rstrip()
+# each that the text lists, with its module
+COMMANDS = {name: f"specheads.{name}" for name in re.findall(r"^  (\w+)  ", USAGE, re.MULTILINE)}
+COMMANDS["tree"] = "specheads.tree_search"
 # the same under the names of the modules, and as people type them
 ALIASES = {"tree_search": "tree", "tree-search": "tree", "spec-bench": "spec_bench"}
 
 
 def usage() -> str:
     """Return the list of commands."""
-    lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
-    head = [f"specheads {__version__}", "usage: specheads <command> key=value ..."]
-    examples = Path(__file__).with_name("examples.txt").read_text(encoding="utf-8").rstrip()
-    return "\n".join([*head, *lines, examples])
+    return f"specheads {__version__}\n{USAGE}"
 
 
 def main() -> None:
@@ -57,7 +43,7 @@ def main() -> None:
         print(f"specheads: unknown command {name!r}; {advice}", file=sys.stderr)
         raise SystemExit(2)
     sys.argv = [f"specheads {name}", *arguments[1:]]
-    importlib.import_module(COMMANDS[name][0]).main()
+    importlib.import_module(COMMANDS[name]).main()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from specheads.system.files import conf_dir
 from tests.composed import composed
 from tests.processes import ROOT
 
-PROGRAMS = {module.removeprefix("specheads."): name for name, (module, _) in cli.COMMANDS.items()}
+PROGRAMS = {module.removeprefix("specheads."): name for name, module in cli.COMMANDS.items()}
 
 
 def called(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -41,7 +41,7 @@ def help_text(program: str) -> str:
 
 def test_every_command_is_there() -> None:
     """A command that is listed and cannot be imported, or that the list has forgotten."""
-    for module, _ in cli.COMMANDS.values():
+    for module in cli.COMMANDS.values():
         spec = importlib.util.find_spec(module)
         assert spec is not None and spec.origin is not None, module
         assert "def main() -> None:" in Path(spec.origin).read_text()

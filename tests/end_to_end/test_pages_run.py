@@ -54,7 +54,7 @@ NEEDS = {
 def program_and_rest(words: list[str]) -> tuple[str, list[str]]:
     """Return the module's name and its arguments; no name for a command that is not ours."""
     if words[0] == "specheads" and words[1] in cli.COMMANDS:
-        return cli.COMMANDS[words[1]][0].removeprefix("specheads."), words[2:]
+        return cli.COMMANDS[words[1]].removeprefix("specheads."), words[2:]
     if words[:2] == ["python", "-m"]:
         return words[2].removeprefix("specheads."), words[3:]
     assert words[0] in (*FOREIGN, "make", "pytest", "wandb", "python", "specheads"), words

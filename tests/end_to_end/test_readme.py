@@ -76,7 +76,7 @@ def program_of(command: str) -> str:
     """Return the module that ``specheads <command>`` starts; empty: it starts none."""
     if command in ("--help", "--version", "help", "version"):
         return ""
-    return cli.COMMANDS[command][0].removeprefix("specheads.")
+    return cli.COMMANDS[command].removeprefix("specheads.")
 
 
 def test_settings_of_the_table_exist() -> None:
