@@ -64,7 +64,6 @@ class Load:
         activations: bytes kept for backward, or the largest temporary of a frozen model.
         logits: bytes of the logits that exist at one time.
         formed: bytes of gradients that the fused loss forms in forward, whole on every rank.
-        optimizer: adamw, adamw8bit or muon.
         accumulation: micro-batches per step.
         outer: numbers that stage 3 keeps whole for the length of a pass: the matrices that the
             objective itself reads.
@@ -76,7 +75,6 @@ class Load:
     activations: float = 0.0
     logits: float = 0.0
     formed: float = 0.0
-    optimizer: str = "adamw"
     accumulation: int = 1
     outer: int = 0
 
@@ -160,7 +158,7 @@ def optimizer_per_number(size: int, name: str, spread: Spread) -> int:
 
 
 def need(load: Load, spread: Spread, world: int, *, temporaries: int = 1) -> Need:
-    """Return what each of ``world`` ranks needs.
+    """Return what each of ``world`` ranks needs with AdamW.
 
     Args:
         load: what the run brings.
@@ -173,7 +171,7 @@ def need(load: Load, spread: Spread, world: int, *, temporaries: int = 1) -> Nee
     share = numbers / (world if stage >= 1 else 1)
     gradients = whole / (world if stage >= 2 else 1)
     optimizer = sum(
-        count * optimizer_per_number(width, load.optimizer, spread)
+        count * optimizer_per_number(width, "adamw", spread)
         for width, count in load.trained.items()
     ) / (world if stage >= 1 else 1)
     weights = (whole + load.frozen_bytes) / (world if stage >= 3 else 1)
@@ -293,7 +291,6 @@ def plan_stage(stage: Stage, cfg: TrainConfig, parts: Parts, output_weight: Tens
             activations=max(0.0, (extra or 0.0) - logits - formed),
             logits=logits,
             formed=formed,
-            optimizer=cfg.optim.name,
             accumulation=accumulation,
             outer=sum(p.numel() for p in matrices),
         )
