@@ -145,12 +145,11 @@ def load_base(
     if weights:
         method = model.quantization
         base = bases.load_base_model(model.name, revision=which, quantization=method, **how)
-        bases.check_tokenizer(tokenizer, base)
         output = checked_output(base, cfg.loss)
     else:
         base = bases.described(model.name, revision=which, trust_remote_code=trusted)
-        bases.check_tokenizer(tokenizer, base)
         output = OutputLayer(base.get_output_embeddings())
+    bases.check_tokenizer(tokenizer, base)
     if train_base and cfg.adapter.kind == "lora":
         add_adapter(base, cfg.adapter, seed=cfg.seed)
     if train_base and model.gradient_checkpointing:
