@@ -343,18 +343,14 @@ class Model:
         runs = clock(methods, texts, temperature, repeats=repeats, seed=seed)
         rows, _ = make_rows(self.subject.base, methods, texts, {(temperature, 1): runs}, seed=seed)
         plain, own = rows
-        seeded = own["identical"] is not None
+        alike = ("accept_length", "identical", "tokens_per_second", "temperature", "num_prompts")
         return Comparison(
             speedup=own["speedup_vs_plain"],
             speedup_ci95=tuple(own["speedup_vs_plain_ci95"]),
-            accept_length=own["accept_length"],
             accept_length_ci95=tuple(own["accept_length_ci95"]),
-            identical=own["identical"],
-            compared=own["compared"] if seeded else None,
-            tokens_per_second=own["tokens_per_second"],
+            compared=own["compared"] or None,  # 0 where draws differ by design
             plain_tokens_per_second=plain["tokens_per_second"],
-            temperature=temperature,
-            num_prompts=len(texts),
+            **{name: own[name] for name in alike},
         )
 
 
