@@ -139,6 +139,8 @@ class PackedBatches:
         pad_token_id: fills the rest of a row.
         rank: the rank of this process.
         world: the number of processes.
+        rows_per_epoch: rows that all documents fill together.
+        efficiency: share of the row positions that hold documents.
 
     Raises:
         ValueError: if ``documents`` holds one longer than ``seq_len``.
@@ -159,6 +161,7 @@ class PackedBatches:
         self._rows_taken = 0  # of the stream, by all ranks together
         self._order = lru_cache(maxsize=1)(self._packed)  # an epoch's is held until the next
         self.rows_per_epoch = len(self._order(0))
+        self.efficiency = sum(self._lengths) / (self.rows_per_epoch * self.seq_len)
 
     def __next__(self) -> Batch:
         return self.lay_out(self.take())
@@ -173,11 +176,6 @@ class PackedBatches:
         """Return the batch of the documents whose numbers ``take`` gave."""
         rows = [[self.documents[i] for i in row] for row in places]
         return collate(rows, self.seq_len, self.pad_token_id)
-
-    @property
-    def efficiency(self) -> float:
-        """Share of the row positions that hold documents."""
-        return sum(self._lengths) / (self.rows_per_epoch * self.seq_len)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data; plain JSON."""

@@ -223,12 +223,6 @@ class StreamedBatches:
         self._go_to(Place())
         self._fill()
 
-    @property
-    def efficiency(self) -> float:
-        """Share of the row positions of the present pool that hold documents."""
-        used = sum(len(document.input_ids) for row in self._packed for document in row)
-        return used / (len(self._packed) * self.seq_len)
-
     def write_quarantine(self, path: Path) -> None:
         """Choose the file for bad rows; other ranks than the first add their number to its name."""
         if self.rank:
@@ -337,6 +331,7 @@ class StreamedBatches:
         generator = torch.Generator().manual_seed(self.seed ^ int(self._digest[:14], 16))
         order = torch.randperm(len(packed), generator=generator).tolist()
         self._packed = [[found[i] for i in packed[row]] for row in order]
+        self.efficiency = tokens / (len(packed) * self.seq_len)
 
     def _documents_of(self, row: Row) -> list[Encoded]:
         """Return the documents of a row; none if it is held out or too long."""
