@@ -258,6 +258,9 @@ class DraftModelDrafter:
             plain decoding's for the seed.
             At temperature 0 all three are greedy.
 
+    Attributes:
+        deterministic: whether the candidates are a function of text and seed.
+
     Raises:
         ValueError: for an unknown ``sampling``, or a draft model in training mode.
         ConfigError: for a draft model that cannot be decoded step by step.
@@ -269,12 +272,8 @@ class DraftModelDrafter:
         one_of("sampling", sampling, *SAMPLINGS)
         tree_support(draft)  # so that it is refused before the base reads anything
         self.draft, self.length, self.sampling = draft, length, sampling
+        self.deterministic = sampling != "sampled"
         self._latest: DraftCache | None = None
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether the candidates are a function of text and seed."""
-        return self.sampling != "sampled"
 
     def start(self, prefill: Prefill) -> DraftState:
         """Take the texts; they are read with the first proposal."""
