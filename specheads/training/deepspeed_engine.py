@@ -211,6 +211,9 @@ class DeepSpeedEngine:
                 **precision,
             },
         )[0]
+        self._fp16 = bool(self.engine.fp16_enabled())
+        # torch's own optimizer would step on anything
+        self._plain = isinstance(self.engine.optimizer, torch.optim.Optimizer)
         self.run_dir = Path(cfg.run_dir)
         self.overflowed = False
         scaler: Any = getattr(self.engine.optimizer, "loss_scaler", None)
@@ -222,15 +225,6 @@ class DeepSpeedEngine:
     def loss_scale(self) -> float:
         """What fp16 multiplies the loss by, 1 without it."""
         return float(self.engine._get_optimizer_loss_scale() or 1.0) if self._fp16 else 1.0
-
-    @property
-    def _fp16(self) -> bool:
-        return bool(self.engine.fp16_enabled())
-
-    @property
-    def _plain(self) -> bool:
-        """Whether the optimizer is torch's own, which would step on anything."""
-        return isinstance(self.engine.optimizer, torch.optim.Optimizer)
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of one micro-batch and its metrics."""
