@@ -218,8 +218,7 @@ class HeadsProposer:
         hidden = torch.cat([one.hidden for one in ready], dim=-2)
         root = torch.tensor([one.root for one in ready], device=hidden.device)
         state = HeadsState(root, hidden, self._predict, ready[0].memory)
-        guesses: list[list[int]] = self._drafter.propose(state).tokens[:, 1:].tolist()
-        return guesses
+        return self._drafter.propose(state).tokens[:, 1:].tolist()
 
     def _count(self, reason: str, rows: int) -> None:
         """Count rows for which nothing is proposed; say so the first time, and ever more rarely."""

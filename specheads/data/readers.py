@@ -245,7 +245,6 @@ def _hub_rows(data: DataConfig, split: str, row: int = 0, place: object = None) 
 
     A stream still passes over those that are left out. Code of the data set is never run.
     """
-    assert data.path is not None
     what = f"data.path={data.path}"
     need("datasets", "train", what)
     import datasets

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
 
@@ -71,8 +71,7 @@ def render(
     if given["chat_template"] == OUR_TEMPLATE:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        made: Any = render_jinja_template(**given)
-        texts, spans = made
+        texts, spans = cast(Any, render_jinja_template(**given))
     else:
         found = _Child.ask(json.dumps(given, default=lambda x: f"<{type(x).__name__}>"))
         if "error" in found:
@@ -124,8 +123,7 @@ class _Child:
         if not line.endswith("\n"):
             late = f"it took more than {_SECONDS} seconds of processor time"
             return {"limit": late if code == -signal.SIGPROF else f"its process ended with {code}"}
-        found: dict[str, Any] = json.loads(line)
-        return found
+        return json.loads(line)
 
 
 def _start() -> subprocess.Popen[str]:
@@ -152,8 +150,7 @@ def _serve(seconds: float) -> None:
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # then the system ends this process
         try:
-            made: Any = render_jinja_template(**json.loads(line))
-            texts, spans = made
+            texts, spans = cast(Any, render_jinja_template(**json.loads(line)))
             size = sum(map(len, texts))
             if size > _FREE + _TIMES * len(line):
                 found = {"limit": f"it made {size:,} characters of messages of {len(line):,}"}
