@@ -27,7 +27,6 @@ from transformers import PreTrainedTokenizerBase
 from specheads.attention.cache import TreeCache
 from specheads.config import ChatConfig, ConfigError
 from specheads.data.chat import Encoder
-from specheads.data.schema import Record
 from specheads.decoding.choose import EXACT_DTYPES
 from specheads.decoding.generate import SpecDecoder, decode_prompts, room
 from specheads.system import terminal
@@ -140,8 +139,7 @@ class Conversation:
         """
         if not messages or messages[-1]["role"] != "user":
             raise ConfigError("the last message must be the user's")
-        record: Record = {"id": "of this conversation", "kind": "chat", "messages": list(messages)}
-        return self._encode.prompt(record)
+        return self._encode.prompt({"id": "of this conversation", "messages": list(messages)})
 
     def ask(self, text: str, on_step: OnStep | None = None) -> Turn:
         """Answer ``text``, and keep both; with no token given, keep neither.
@@ -210,11 +208,9 @@ class Conversation:
 
 def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     """Return tokens as text, without special ones."""
-    text = tokenizer.decode(
-        list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    return str(
+        tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     )
-    assert isinstance(text, str)
-    return text
 
 
 _BACKGROUNDS = (223, 153, 157, 225, 229, 189)  # pale, of the 256-colour palette
