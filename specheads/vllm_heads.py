@@ -125,8 +125,7 @@ class HeadsProposer:
         output = _output_layer(base, heads.vocab_size, heads.hidden_size)
 
         def embed(tokens: Tensor) -> Tensor:
-            found: Tensor = base.embed_input_ids(tokens.flatten()).view(*tokens.shape, -1)
-            return found
+            return base.embed_input_ids(tokens.flatten()).view(*tokens.shape, -1)
 
         self._embed = embed if heads.needs_embedding else None
         self._drafter = HeadsDrafter(heads, output, Tree.chain(self.num_tokens), self._embed)

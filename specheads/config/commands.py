@@ -316,8 +316,7 @@ class RegenerateConfig(MeasureSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        both = self.endpoint and self.checkpoint
-        self.check(not both, "endpoint", "left out with checkpoint")
+        self.check(not (self.endpoint and self.checkpoint), "endpoint", "left out with checkpoint")
         self.check(not self.logprobs or self.endpoint, "logprobs", "0 without endpoint=")
         if self.prompts == "self":
             self.check(self.limit > 0, "limit", "the number of questions with prompts=self")

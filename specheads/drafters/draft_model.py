@@ -69,8 +69,7 @@ class DraftCache:
         roots = self.root.tolist()
         self.texts = [[*ids, root] for ids, root in zip(prefill.ids, roots, strict=True)]
         support.check_batch(len(self.texts))
-        chain_only = support.kind == "chain"
-        self.forward = ModelPass(draft, TreeCache(), chain_only=chain_only)
+        self.forward = ModelPass(draft, TreeCache(), chain_only=support.kind == "chain")
         self.rows = list(range(len(self.texts)))
         self.sampler, self.vocab_size = prefill.sampler, prefill.vocab_size
         self.room = context_length(draft)

@@ -218,8 +218,7 @@ def load_data(
 
     def encode(records: Sequence[Record], seq_len: int) -> Documents:
         bar = tqdm(records, desc="tokenize", disable=quiet, leave=False)
-        tally = Tally(wanted.max_bad_fraction, dropped)
-        return encode_records(bar, documents_of(seq_len), tally)
+        return encode_records(bar, documents_of(seq_len), Tally(wanted.max_bad_fraction, dropped))
 
     heldout = encode(read.heldout, wanted.seq_len)
     order: dict[str, Any] = {"seed": cfg.seed, "pad_token_id": pad}
