@@ -13,7 +13,7 @@ A member that costs something is asked after the free ones, and only where that 
 where those at hand are all wrong from the first on. So it is kept how many tokens asking promised
 for a place that was open, and a step asks if these, as far as the place is open, are worth the
 price at the speed without them. What asking promised shows as soon as the guesses are there; where
-nobody asks, what is known drifts back to what is usual, so that a text that changes is tried again.
+nobody asks, what is known drifts slowly upwards, so that a text that changes is tried again.
 """
 
 from __future__ import annotations
@@ -170,11 +170,6 @@ class Trie:
             found.sort(key=lambda each: (-each[0], each[1]))
         return found
 
-    def promise(self, values: Sequence[float]) -> float:
-        """Return the expected accept length of the first nodes, of which these are the values."""
-        guesses = zip(values, self.kinds, strict=False)
-        return 1 + sum(value for value, kind in guesses if kind is not None)
-
     def chance(self, values: Sequence[float]) -> float:
         """Return how likely one of the guesses behind the root is right, of the first nodes."""
         first = (node for node in self.children[0].values() if node < len(values))
@@ -268,8 +263,9 @@ class Trie:
 
 
 USUAL = 1.3  # tokens that heads or a draft model add where nothing is at hand
-NEW, SLOW = 0.3, 0.02  # weight of what was seen last, in a text and in what is usual in all
-FORGET = 0.03  # how far what is known drifts with each step that does not ask
+NEW, SLOW = 0.1, 0.02  # weight of what was seen last, in a text and in what is usual in all
+FORGET = 0.01  # how far what is known drifts with each step that does not ask
+KEEP = 0.97  # weight of the steps before in the speed of those that follow open places
 OPEN = 0.1  # places less open than this teach little
 
 
@@ -283,9 +279,14 @@ class DrafterValues:
     def __init__(self, usual: dict[int, tuple[float, float]] | None = None) -> None:
         self._usual = {} if usual is None else usual
         self._known = dict(self._usual)
+        self._tokens = self._cost = 0.0  # of steps that follow an open place, without asking
+        self._open = self._asked = self._follows = False
 
     def pays(self, member: int, tokens: float, cost: float, chance: float) -> bool:
         """Tell whether to ask; the very first time always.
+
+        A token gained is worth the time that it would take otherwise: at the speed of this step, or
+        of the one that follows, if that is higher, as where a copy goes on behind a gap.
 
         Args:
             member: number of the drafter.
@@ -293,13 +294,23 @@ class DrafterValues:
             cost: of that step.
             chance: that one of the first guesses at hand is right.
         """
+        self._open = chance < 1 / 2
         if member not in self._known:
             return True
         gain, price = self._known[member]
-        pays = gain * (1 - chance) * cost > tokens * price
+        speed = tokens / cost
+        later = (self._tokens + speed) / (self._cost + 1)
+        pays = gain * (1 - chance) > max(speed, later) * price
         if not pays and gain < USUAL:
             self._known[member] = gain + FORGET * (USUAL - gain), price
         return pays
+
+    def stepped(self, tokens: int, cost: float) -> None:
+        """Take note of what the step gave in the end."""
+        if self._follows and not self._asked:
+            self._tokens = KEEP * self._tokens + tokens
+            self._cost = KEEP * self._cost + cost
+        self._follows, self._asked = self._open, False
 
     def learn(self, member: int, gained: float, price: float, chance: float) -> None:
         """Take note of what asking did.
@@ -307,14 +318,15 @@ class DrafterValues:
         Args:
             member: number of the drafter.
             gained: expected tokens that its guesses add.
-            price: what they cost.
+            price: what they cost, drafted and verified.
             chance: that one of the first guesses at hand before was right.
         """
+        self._asked = True
         for known, weight in (self._known, NEW), (self._usual, SLOW):
-            gain, _ = known.get(member, (USUAL, price))
+            gain, cost = known.get(member, (USUAL, price))
             if chance <= 1 - OPEN:
                 gain += weight * (gained / (1 - chance) - gain)
-            known[member] = gain, price
+            known[member] = gain, cost + weight * (price - cost)
 
 
 @dataclass
@@ -330,6 +342,7 @@ class HybridState:
             padding.
         places: likewise per row, by nodes of its trie, where they stand in the merged tree; not of
             those that were left out.
+        costs: likewise per row, of the step; empty where they are not known.
     """
 
     members: list[Any]
@@ -338,6 +351,7 @@ class HybridState:
     tries: list[Trie] = field(default_factory=list)
     where: list[list[list[int]]] = field(default_factory=list)
     places: list[dict[int, int]] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
 
 
 _UNSAMPLED = (
@@ -439,10 +453,10 @@ class HybridDrafter:
                 state.where[number][row] = own
                 values[row] = after = trie.values(state.rates[row])
                 if price:
-                    cost = price * max(trie.depths[node] for node in own if node >= 0)
-                    spent[row] += cost
-                    gained = trie.promise(after) - trie.promise(before)
-                    state.values[row].learn(number, gained, cost, trie.chance(before))
+                    few, cheap = trie.best(before, [spent[row] + cost for cost in self._verify])
+                    spent[row] += price * max(trie.depths[node] for node in own if node >= 0)
+                    many, dear = trie.best(after, [spent[row] + cost for cost in self._verify])
+                    state.values[row].learn(number, many - few, dear - cheap, trie.chance(before))
         return self._merge(state, spent, values, device)
 
     def _pays(
@@ -462,10 +476,12 @@ class HybridDrafter:
     ) -> Candidates:
         """Return what is to be verified; note where in it nodes of the tries stand."""
         rows, inputs = [], []
-        state.places = []
+        state.places, state.costs = [], []
         for trie, paid, each in zip(state.tries, spent, values, strict=True):
             costs = [paid + cost for cost in self._verify]
             order = trie.order(each, self.num_nodes, costs)
+            if costs:
+                state.costs.append(costs[len(order)])
             place = {node: new for new, node in enumerate(order)}
             state.places.append(place)
             parents = [-1, *(place[trie.parents[node]] for node in order[1:])]
@@ -494,6 +510,8 @@ class HybridDrafter:
             members.append(member.observe(before, told))
         for trie, rates, new in zip(state.tries, state.rates, result.new_tokens, strict=False):
             trie.learn(rates, new)
+        for worth, new, cost in zip(state.values, result.new_tokens, state.costs, strict=False):
+            worth.stepped(len(new), cost)
         return HybridState(members, state.rates, state.values)
 
     def select(self, state: HybridState, rows: Tensor) -> HybridState:
