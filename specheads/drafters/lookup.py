@@ -60,7 +60,19 @@ class NgramRow:
         return []
 
 
-class NgramDrafter(TextDrafter):
+class CopyDrafter(TextDrafter):
+    """What drafters that copy have in common: each row's tree is made in Python."""
+
+    def propose(self, state: TextRows) -> Candidates:
+        """Return the rows' trees; smaller ones are padded."""
+        return pack(self.trees(state), state.device)
+
+    def trees(self, state: TextRows) -> list[OneTree]:
+        """Return tokens and parents of each row's tree, the root first."""
+        raise NotImplementedError
+
+
+class NgramDrafter(CopyDrafter):
     """Proposes a chain: the continuation of the latest earlier match of the longest suffix.
 
     Args:
@@ -76,10 +88,10 @@ class NgramDrafter(TextDrafter):
         self.begin = partial(NgramRow, max_ngram, num_tokens, min_ngram)
         self.begin()  # for its errors
 
-    def propose(self, state: TextRows) -> Candidates:
-        """Look up the longest suffix that occurred before; shorter chains are padded."""
+    def trees(self, state: TextRows) -> list[OneTree]:
+        """Look up the longest suffix that occurred before."""
         chains = [[row.tokens[-1], *row.look_up()] for row in state.rows]
-        return pack([(chain, range(-1, len(chain) - 1)) for chain in chains], state.device)
+        return [(chain, range(-1, len(chain) - 1)) for chain in chains]
 
 
 # How many suffixes a new token is counted for, the longest first. Other texts never have so many
@@ -174,7 +186,7 @@ class SuffixAutomaton:
         return [(count[each] / total, token, each) for token, each in ordered]
 
 
-class SuffixDrafter(TextDrafter):
+class SuffixDrafter(CopyDrafter):
     """Proposes the likeliest continuations of the longest suffix that occurred before, as a tree.
 
     How likely a continuation is: the share of the suffix's earlier occurrences that went on so.
@@ -198,9 +210,9 @@ class SuffixDrafter(TextDrafter):
         at_least(self, num_nodes=2, per_match=1)
         within(self, min_share="[0, 1]")
 
-    def propose(self, state: TextRows) -> Candidates:
+    def trees(self, state: TextRows) -> list[OneTree]:
         """Follow each row's match."""
-        return pack([self._tree(row) for row in state.rows], state.device)
+        return [self._tree(row) for row in state.rows]
 
     def _tree(self, automaton: SuffixAutomaton) -> OneTree:
         """Return tokens and parents of the most frequent continuations, best first."""

@@ -31,6 +31,7 @@ from specheads.attention.tree import batched
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
 from specheads.drafters.growing import on_host, pack
 from specheads.drafters.length import StepCosts
+from specheads.drafters.lookup import CopyDrafter
 from specheads.system.errors import check
 
 # A kind of guesses: who proposes them (a bit per drafter), at which depth, with which rank among
@@ -337,6 +338,7 @@ class HybridState:
         members: their states.
         rates: per row.
         values: per row, of asking members that cost something.
+        device: where candidates go.
         tries: from a proposal to its result: per row all guesses, those that were left out too.
         where: likewise [members][B][n], where each member's nodes stand in the tries; -1 for
             padding.
@@ -348,6 +350,7 @@ class HybridState:
     members: list[Any]
     rates: list[Rates]
     values: list[DrafterValues]
+    device: torch.device
     tries: list[Trie] = field(default_factory=list)
     where: list[list[list[int]]] = field(default_factory=list)
     places: list[dict[int, int]] = field(default_factory=list)
@@ -413,7 +416,8 @@ class HybridDrafter:
         """Start every member."""
         states = [member.start(prefill) for member in self.members]
         rates = [Rates(self._rates) for _ in prefill.ids]
-        return HybridState(states, rates, [DrafterValues(self._values) for _ in prefill.ids])
+        values = [DrafterValues(self._values) for _ in prefill.ids]
+        return HybridState(states, rates, values, prefill.root.device)
 
     def propose(self, state: HybridState) -> Candidates:
         """Ask the members, for each row those that pay; merge.
@@ -434,22 +438,15 @@ class HybridDrafter:
             if not any(asked):
                 continue
             member = self.members[number]
-            candidates = member.propose(state.members[number])
-            name = f"candidates of {type(member).__name__}"
-            check(candidates.sampling == "none", name, candidates.sampling, _UNSAMPLED)
-            tokens: list[list[int]] = candidates.tokens.tolist()
-            inputs = tokens if candidates.probes is None else candidates.probes.tolist()
-            tree = candidates.tree
-            parents = batched(tree, tree.parents).expand_as(candidates.tokens).tolist()
+            proposed = _trees(member, state.members[number])
             if not state.tries:
-                state.tries = [Trie(row[0]) for row in tokens]
-                device = candidates.tokens.device
+                state.tries = [Trie(tokens[0]) for tokens, _, _ in proposed]
             for row, asks in enumerate(asked):
                 if not asks:
-                    state.where[number][row] = [0] + [-1] * (len(tokens[row]) - 1)
+                    state.where[number][row] = [0] + [-1] * (len(proposed[row][0]) - 1)
                     continue
                 trie, before = state.tries[row], values[row]
-                own = trie.add(number, tokens[row], parents[row], inputs[row])
+                own = trie.add(number, *proposed[row])
                 state.where[number][row] = own
                 values[row] = after = trie.values(state.rates[row])
                 if price:
@@ -457,7 +454,7 @@ class HybridDrafter:
                     spent[row] += price * max(trie.depths[node] for node in own if node >= 0)
                     many, dear = trie.best(after, [spent[row] + cost for cost in self._verify])
                     state.values[row].learn(number, many - few, dear - cheap, trie.chance(before))
-        return self._merge(state, spent, values, device)
+        return self._merge(state, spent, values)
 
     def _pays(
         self, number: int, row: int, paid: float, values: Sequence[float], state: HybridState
@@ -472,7 +469,6 @@ class HybridDrafter:
         state: HybridState,
         spent: Sequence[float],
         values: Sequence[Sequence[float]],
-        on: torch.device,
     ) -> Candidates:
         """Return what is to be verified; note where in it nodes of the tries stand."""
         rows, inputs = [], []
@@ -489,8 +485,8 @@ class HybridDrafter:
             inputs.append([trie.inputs[node] for node in order])
         probed = any(tokens != read for (tokens, _), read in zip(rows, inputs, strict=True))
         # on a device shapes are better repeated than small
-        num_nodes = 1 if on_host(on) else max(self.num_nodes, 1)
-        return pack(rows, on, inputs=inputs if probed else None, num_nodes=num_nodes)
+        num_nodes = 1 if on_host(state.device) else max(self.num_nodes, 1)
+        return pack(rows, state.device, inputs=inputs if probed else None, num_nodes=num_nodes)
 
     def observe(self, state: HybridState, result: StepResult) -> HybridState:
         """Tell every member, and where its nodes were; learn who was right."""
@@ -504,6 +500,9 @@ class HybridDrafter:
         members = []
         of_members = state.where or [[[]] * num_rows] * len(self.members)
         for member, before, where in zip(self.members, state.members, of_members, strict=True):
+            if isinstance(member, CopyDrafter):  # which looks at the text alone
+                members.append(member.observe(before, result))
+                continue
             pairs = zip(rows, where, strict=True)
             nodes = [[place.get(node, -1) for node in row] for place, row in pairs]
             told = replace(result, own=torch.tensor(nodes, dtype=torch.long, device=device))
@@ -512,11 +511,27 @@ class HybridDrafter:
             trie.learn(rates, new)
         for worth, new, cost in zip(state.values, result.new_tokens, state.costs, strict=False):
             worth.stepped(len(new), cost)
-        return HybridState(members, state.rates, state.values)
+        return HybridState(members, state.rates, state.values, state.device)
 
     def select(self, state: HybridState, rows: Tensor) -> HybridState:
         """Keep some rows."""
         pairs, kept = zip(self.members, state.members, strict=True), rows.tolist()
         members = [member.select(own, rows) for member, own in pairs]
         rates, values = [state.rates[row] for row in kept], [state.values[row] for row in kept]
-        return HybridState(members, rates, values)
+        return HybridState(members, rates, values, state.device)
+
+
+def _trees(member: Drafter, state: Any) -> list[tuple[Sequence[int], Sequence[int], Sequence[int]]]:
+    """Ask a member; return per row tokens, parents and what is read, see :meth:`Trie.add`.
+
+    Raises:
+        ValueError: for sampled candidates.
+    """
+    if isinstance(member, CopyDrafter):
+        return [(tokens, parents, tokens) for tokens, parents in member.trees(state)]
+    candidates = member.propose(state)
+    name = f"candidates of {type(member).__name__}"
+    check(candidates.sampling == "none", name, candidates.sampling, _UNSAMPLED)
+    parents = batched(candidates.tree, candidates.tree.parents).expand_as(candidates.tokens)
+    each = candidates.tokens, parents, candidates.inputs
+    return list(zip(*(rows.tolist() for rows in each), strict=True))
