@@ -2,9 +2,10 @@
 
     python scripts/bench_step.py --checkpoint runs/hydra/export --out benchmarks/step.json
 
-budget  per step at batch 1: the base model's forward pass, one pass of the heads, and the rest,
-        phase by phase. Overhead is the step less those two. Clocked phases are of one decoding, the
-        step without clocks of another, in turn with it and with plain decoding.
+budget  per step, of every drafter and batch size asked for: the base model's forward pass, one pass
+        of the heads, and the rest, phase by phase. Overhead is the step less those two. Clocked
+        phases are of one decoding, the step without clocks of another, in turn with it and with
+        plain decoding; in a batch of steps in which all rows take part.
 verify  a verify step of N nodes beside model(...) on N tokens with the same cache, position ids and
         rows of logits, in turn; the ratio is the median over pairs of neighbouring calls.
 growth  the second half of a long text beside the first, tree and plain decoding in turn. Tokens per
@@ -19,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -33,18 +34,22 @@ from transformers import PreTrainedModel
 
 from specheads.attention.cache import TreeCache
 from specheads.attention.tree import default_tree
+from specheads.config import DecodeConfig
 from specheads.decoding import loop
-from specheads.decoding.result import Output
+from specheads.decoding.exported import Subject, choose_drafter
+from specheads.decoding.result import Output, pad_left
 from specheads.drafters.contract import Drafter
 from specheads.drafters.heads import HeadsDrafter
 from specheads.measure.clock import Prompt, now
 from specheads.models import forward
 from specheads.models.base import context_length, end_tokens
+from specheads.models.block import BlockCache
 from specheads.models.checkpoint import Export
+from specheads.models.eagle import EagleCache
 from specheads.models.forward import ModelPass
 from specheads.models.head_cache import LayerCache
 from specheads.models.heads import Steps, Walk
-from specheads.models.output import OutputLayer
+from specheads.models.mtp import TextCache
 from specheads.system import hardware
 from specheads.verification.sampling import Sampler
 
@@ -54,6 +59,8 @@ REST = "rest of the loop"
 FORWARD, HEADS = "base forward", "heads"
 PHASES = (FORWARD, HEADS, "propose", "verify", "accept", "emit", "commit", "observe", "replay")
 PASSES = (FORWARD, "verify", "commit")
+CACHES = (LayerCache, BlockCache, EagleCache, TextCache)  # of heads that attend
+ROWS = "rows"  # of a step: how many took part
 KINDS = ("per_token", "per_step")
 
 
@@ -68,6 +75,8 @@ class Settings:
         threads: 0: all
         repeats: decodings per prompt and method
         num_prompts: budget: held-out prompts
+        drafters: budget: as in decode.drafter; heads are those of the export's own tree
+        batches: budget: rows decoded together
         max_new_tokens: budget
         context: verify: cached tokens
         calls: verify: pairs per number of nodes
@@ -83,6 +92,8 @@ class Settings:
     repeats: int = 5
     temperatures: tuple[float, ...] = (0.0, 1.0)
     num_prompts: int = 6
+    drafters: tuple[str, ...] = ("heads",)
+    batches: tuple[int, ...] = (1,)
     max_new_tokens: int = 128
     nodes: tuple[int, ...] = (2, 8, 16, 24, 32, 64)
     context: int = 256
@@ -94,13 +105,22 @@ class Settings:
 
 
 def clock_steps(decode: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[float], ...]:
-    """Decode; return when the tokens of the prefill and of each step were there, and how many."""
+    """Decode; return when the tokens of the prefill and of each step were there, and how many.
+
+    Of a batch those of the first row, as long as all rows take part.
+    """
     times: list[float] = []
     counts: list[float] = []
+    ended = False
+    limits = [kwargs["max_new_tokens"]] * len(args[-1])
 
     def note(row: int, tokens: list[int]) -> None:
-        times.append(time.perf_counter())
-        counts.append(len(tokens))
+        nonlocal ended
+        if row == 0 and not ended:
+            times.append(time.perf_counter())
+            counts.append(len(tokens))
+        limits[row] -= len(tokens)
+        ended |= len(limits) > 1 and limits[row] <= 0
 
     decode(*args, on_tokens=note, **kwargs)
     return times, counts
@@ -139,6 +159,8 @@ class Phases:
                 self._step, self._begin = dict.fromkeys(PHASES, 0.0), start
             outer = [each[0] for each in self._open]
             self._open.append([name, 0.0])
+            if name == "emit" and self._step is not None:
+                self._step[ROWS] = len(args[1])
             try:
                 return function(*args, **kwargs)
             finally:
@@ -184,7 +206,7 @@ class Phases:
             (Steps, "begin", HEADS),
             (Walk, "logits", HEADS),
             (Walk, "descend", HEADS),
-            (LayerCache, "append", HEADS),
+            *((cache, "append", HEADS) for cache in CACHES),
         ]
         if not compile:  # a forward in place of the model's own would be compiled with it
             places.append((base, "forward", FORWARD))
@@ -192,30 +214,44 @@ class Phases:
             for owner, attribute, name in places:
                 clocked = self.timed(name, getattr(owner, attribute))
                 stack.enter_context(patch.object(owner, attribute, clocked))
-            if isinstance(drafter, HeadsDrafter):
-                snapshot = drafter.heads.snapshot
-
-                def clocked_snapshot(output: OutputLayer) -> Callable[[Tensor], Tensor]:
-                    return self.timed(HEADS, snapshot(output))
-
-                stack.enter_context(patch.object(drafter.heads, "snapshot", clocked_snapshot))
+            for member in getattr(drafter, "members", [drafter]):
+                if isinstance(member, HeadsDrafter):
+                    clocked = self.clocked_snapshot(member.heads.snapshot)
+                    stack.enter_context(patch.object(member.heads, "snapshot", clocked))
             stack.enter_context(patch.object(forward, "_compiled_forward", clocked_forward))
             yield
         self._step = None  # nothing tells where it ended
 
+    def clocked_snapshot(self, snapshot: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what takes snapshots of parallel heads whose calls are clocked."""
+        return lambda output: self.timed(HEADS, snapshot(output))
+
 
 def measure_budget(
-    export: Export, prompts: Sequence[Prompt], temperature: float, given: Settings
+    export: Export,
+    prompts: Sequence[Prompt],
+    name: str,
+    num_rows: int,
+    temperature: float,
+    given: Settings,
 ) -> dict[str, Any]:
-    """Return where the time of a step goes."""
-    base, drafter = export.base, harness.tree_drafter(export)
+    """Return where the time of a step goes, of batches of ``num_rows`` prompts."""
+    base, num_nodes = export.base, export.tree.num_nodes
+    drafter: Drafter = harness.tree_drafter(export)
+    if name != "heads":
+        subject = Subject(base, export.tokenizer, export)
+        chosen = choose_drafter(subject, DecodeConfig(drafter=name))
+        drafter, num_nodes = chosen.drafter, chosen.num_nodes
+    texts = [prompt.input_ids for prompt in prompts]
+    batches = [pad_left(texts[i : i + num_rows]) for i in range(0, len(texts), num_rows)]
     phases, plain_ms, step_ms, gained = Phases(base.device), [], [], []
     request: dict[str, Any] = {"compile": given.compile, "max_new_tokens": given.max_new_tokens}
-    request["eos_token_ids"] = end_tokens(base, export.tokenizer)
+    if num_rows == 1:  # rows of a batch go on to the limit together
+        request["eos_token_ids"] = end_tokens(base, export.tokenizer)
     for repeat in range(given.repeats + 1):
-        for index, prompt in enumerate(prompts):
-            ids = prompt.input_ids
+        for index, (ids, mask) in enumerate(batches):
             request["sampler"] = Sampler(temperature, seed=given.seed + index)
+            request["attention_mask"] = mask if num_rows > 1 else None
             plain, _ = clock_steps(loop.plain_decode, base, ids, **request)
             tree, counts = clock_steps(loop.decode, base, drafter, ids, **request)
             with phases.watching(base, drafter, compile=given.compile):
@@ -226,17 +262,20 @@ def measure_budget(
             plain_ms += differences(plain)
             step_ms += differences(tree)
             gained += counts[1:]
-    clocked = [{name: 1e3 * step[name] for name in (*PHASES, "step")} for step in phases.steps]
+    whole_steps = [step for step in phases.steps if step.get(ROWS, num_rows) == num_rows]
+    clocked = [{key: 1e3 * step[key] for key in (*PHASES, "step")} for step in whole_steps]
     overhead = [step["step"] - step[FORWARD] - step[HEADS] for step in clocked]
     share = spread([own / step["step"] for own, step in zip(overhead, clocked, strict=True)])
     for step in clocked:
-        step[REST] = step["step"] - sum(step[name] for name in PHASES)
-    found = {name: spread([step[name] for step in clocked]) for name in (*PHASES, REST)}
+        step[REST] = step["step"] - sum(step[key] for key in PHASES)
+    found = {key: spread([step[key] for step in clocked]) for key in (*PHASES, REST)}
     whole, own = spread(step_ms), spread(overhead)
     rest = whole["median"] - found[FORWARD]["median"] - found[HEADS]["median"]
     return {
+        "drafter": name,
+        "batch": num_rows,
         "temperature": temperature,
-        "tree_nodes": export.tree.num_nodes,
+        "tree_nodes": num_nodes,
         "accept_length": sum(gained) / max(len(gained), 1),
         "num_steps": len(step_ms),
         "plain_step_ms": spread(plain_ms),
@@ -345,7 +384,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"--growth-tokens {given.growth_tokens}: the context is {context}")
     start = prompts[0].input_ids[:, :room]
     rows: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "budget": lambda: [measure_budget(export, prompts, t, given) for t in given.temperatures],
+        "budget": lambda: [
+            measure_budget(export, prompts, *chosen, given)
+            for chosen in product(given.drafters, given.batches, given.temperatures)
+        ],
         "verify": lambda: [measure_verify(export, nodes, given) for nodes in given.nodes],
         "growth": lambda: [measure_growth(export, start, t, given) for t in given.temperatures],
     }

@@ -36,6 +36,21 @@ def test_every_part_is_measured(tiny_export: Path, capsys: pytest.CaptureFixture
     assert "overhead_share" in said and "ratio" in said and "beyond_plain_per_token" in said
 
 
+def test_drafters_and_batches_have_a_budget_each(tiny_export: Path) -> None:
+    """Steps of a batch that rows have left are shorter, and none of a batch's."""
+    out = tiny_export.with_name("budget.json")
+    few = "--dtype=float32 --threads=1 --repeats=1 --num-prompts=4 --max-new-tokens=12"
+    few += " --parts budget --temperatures 0 --batches 1 2 --drafters heads suffix heads+suffix"
+    script.main([f"--checkpoint={tiny_export}", f"--out={out}", *few.split()])
+    rows = json.loads(out.read_text())["budget"]
+    named = [(row["drafter"], row["batch"]) for row in rows]
+    assert named == [(d, n) for d in ("heads", "suffix", "heads+suffix") for n in (1, 2)]
+    for row in rows:
+        assert row["num_steps"] > 0 < row["phases_ms"]["base forward"]["median"]
+        assert (row["phases_ms"]["heads"]["q75"] > 0) >= (row["drafter"] == "heads")
+        assert row["phases_ms"]["heads"]["q75"] == 0 or row["drafter"] != "suffix"
+
+
 def test_halves_divide_the_step_in_the_middle() -> None:
     """A whole step on one side makes the other half look faster, the more so in short texts."""
     # the prefill's token at 0, then 4 tokens in 1 s, 4 in 1 s, 1 in 3 s; the middle is at 5

@@ -153,7 +153,7 @@ def test_phases_add_up_to_their_step(
     assert (ModelPass.verify, loop.propose) == (verify, propose), "the clocks are gone again"
     assert len(phases.steps) == 2 * (wanted.num_steps - 1), "the last of each text has no end"
     for step in phases.steps:
-        assert step.keys() == {*bench_step.PHASES, "step"}
+        assert step.keys() == {*bench_step.PHASES, bench_step.ROWS, "step"}
         assert step[bench_step.FORWARD] == 101
         assert 0 < step[bench_step.HEADS] < 100 and 0 < step["verify"] < 100
         phased = sum(step[name] for name in bench_step.PHASES)
