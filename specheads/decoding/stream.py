@@ -135,15 +135,17 @@ class PlainStream:
 
     @torch.inference_mode()
     def add(self, jobs: Sequence[Job]) -> None:
-        """Read the prompts of jobs, no more than :meth:`num_fitting` says.
+        """Read the prompts of jobs, as many as fit.
 
         Raises:
-            ValueError: for an empty prompt, a limit below 1, or more jobs than rows are free.
+            ValueError: for an empty prompt, a limit below 1, or more jobs than fit.
         """
         if len(jobs) > self.free or any(not job.ids or job.limit < 1 for job in jobs):
             raise ValueError(f"got {len(jobs)} jobs for {self.free} rows, or an empty one")
         if not jobs:
             return
+        if self.num_fitting(jobs) < len(jobs):
+            raise ValueError(f"{len(jobs)} jobs lie on other sides of {self._thresholds} than rows")
         rows = list(range(len(self._seeds), len(self._seeds) + len(jobs)))
         for row, job in zip(rows, jobs, strict=True):
             self._jobs[row] = job
