@@ -231,6 +231,8 @@ def load_records(data: DataConfig, split: str, *, dropped: Dropped | None = None
     dropped = Dropped() if dropped is None else dropped
     if data.source == "mixture":
         records = _mix(data, split, dropped)
+    elif data.source == "pycode":
+        records = _load_pycode(data, split)
     else:
         records = _splits(data, dropped)[split]
     records = _lowest(records, data.max_records)

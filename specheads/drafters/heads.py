@@ -265,7 +265,7 @@ class HeadsDrafter:
             unread=state.unread and state.unread.select(rows),
         )
 
-    def _read(self, state: HeadsState) -> Tensor:
+    def read(self, state: HeadsState) -> Tensor:
         """Let layers that attend read on; return the hidden states that heads guess from."""
         if state.unread is not None:
             assert state.memory is not None
@@ -276,7 +276,7 @@ class HeadsDrafter:
 
     def _walk(self, state: HeadsState) -> Any:
         """Return sequential heads at the roots."""
-        return state.predict(self._read(state), state.root.to(self.device), state.memory)
+        return state.predict(self.read(state), state.root.to(self.device), state.memory)
 
     def _fill(self, state: HeadsState) -> Tensor:
         """Return the guesses [B, N - 1] at the nodes of the static tree."""
@@ -284,7 +284,7 @@ class HeadsDrafter:
         found = []
         for number, level in enumerate(self._levels, start=1):
             # parallel heads have one level, in which all of them guess
-            logits = walk.logits() if walk else state.predict(self._read(state))[: self.max_depth]
+            logits = walk.logits() if walk else state.predict(self.read(state))[: self.max_depth]
             if state.draws is not None:
                 logits = self._following(state.draws, logits, walk.depth if walk else None)
             best = logits.topk(level.num_ranks, dim=-1).indices
@@ -297,7 +297,7 @@ class HeadsDrafter:
 
     def _grow_at_once(self, state: HeadsState) -> tuple[RowTrees, Tensor]:
         """Grow trees of parallel heads; return them and the guesses [B, N - 1]."""
-        logits = state.predict(self._read(state))[: self.max_depth].float()
+        logits = state.predict(self.read(state))[: self.max_depth].float()
         if state.draws is not None:
             logits = self._following(state.draws, logits, None)
         if self._scales is not None:

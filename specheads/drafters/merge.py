@@ -477,7 +477,7 @@ class HybridDrafter:
             costs = [paid + cost for cost in self._verify]
             order = trie.order(each, self.num_nodes, costs)
             if costs:
-                state.costs.append(costs[len(order)])
+                state.costs.append(costs[min(len(order), len(costs) - 1)])  # probes are not counted
             place = {node: new for new, node in enumerate(order)}
             state.places.append(place)
             parents = [-1, *(place[trie.parents[node]] for node in order[1:])]

@@ -94,7 +94,7 @@ class Slow:
             positions = torch.arange(hidden.shape[1])[None]
             features.append(self.heads.contextual(hidden, positions)[:, 0, -1])
         hidden = torch.stack(features, dim=1)  # [K, B, d]
-        torch.testing.assert_close(state.hidden, hidden, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(self.fast.read(state), hidden, rtol=1e-4, atol=1e-4)
         roots = torch.tensor([text[-1] for text in self.texts])
         slow = self.fast.propose(replace(state, hidden=hidden, root=roots))
         if isinstance(slow.tree, Tree):
