@@ -259,9 +259,9 @@ class Vllm(Engine):
         Case("vllm_heads_block", "block", "vllm_heads", CUSTOM, bases=TINYCODE),
         Case("vllm_heads_shipped", SHIPPED, "vllm_heads", CUSTOM, bases=("smollm2",)),
         Case("eagle3_speculators", EAGLE3, EAGLE3, EAGLE3, SPECULATORS),
-        Case("eagle3_native", EAGLE3, EAGLE3, EAGLE3, NATIVE),
+        Case("eagle3_native", EAGLE3, EAGLE3, EAGLE3, NATIVE, bases=TINYCODE),
         Case("dflash_speculators", DFLASH, DFLASH, DFLASH, SPECULATORS),
-        Case("dflash_native", DFLASH, DFLASH, DFLASH, NATIVE),
+        Case("dflash_native", DFLASH, DFLASH, DFLASH, NATIVE, bases=TINYCODE),
         Case("mtp_standard", "mtp", "mtp_standard", "", bases=TINYCODE),
         Case("suffix", "", "specheads.vllm_proposer.SuffixProposer", CUSTOM, guesses=8),
     )
