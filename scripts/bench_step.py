@@ -262,7 +262,7 @@ def measure_budget(
             plain_ms += differences(plain)
             step_ms += differences(tree)
             gained += counts[1:]
-    whole_steps = [step for step in phases.steps if step.get(ROWS, num_rows) == num_rows]
+    whole_steps = [step for step in phases.steps if step[ROWS] == num_rows]
     clocked = [{key: 1e3 * step[key] for key in (*PHASES, "step")} for step in whole_steps]
     overhead = [step["step"] - step[FORWARD] - step[HEADS] for step in clocked]
     share = spread([own / step["step"] for own, step in zip(overhead, clocked, strict=True)])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -96,17 +97,27 @@ class Unread(NamedTuple):
         here = rows.to(self.tokens.device)
         return Unread(self.hidden[here], counts, self.tokens[here])
 
-    def then(self, more: Unread) -> Unread:
-        """Return what is unread after ``more`` as well."""
-        hidden = torch.cat([self.hidden, more.hidden], dim=1)
-        tokens = torch.cat([self.tokens, more.tokens], dim=1)
-        pairs = list(zip(self.counts, more.counts, strict=True))
-        if len(pairs) > 1:  # padding lies in between
-            width = self.tokens.shape[1]
-            rows = [[*range(first), *range(width, width + last)] for first, last in pairs]
+    @staticmethod
+    def joined(parts: Sequence[Unread]) -> Unread:
+        """Return what is unread after one another as one."""
+        if len(parts) == 1:
+            return parts[0]
+        hidden = torch.cat([part.hidden for part in parts], dim=1)
+        tokens = torch.cat([part.tokens for part in parts], dim=1)
+        of_rows = list(zip(*(part.counts for part in parts), strict=True))
+        if len(of_rows) > 1:  # padding lies in between
+            starts = [0, *accumulate(part.tokens.shape[1] for part in parts)][:-1]
+            rows = [
+                [
+                    start + i
+                    for start, count in zip(starts, counts, strict=True)
+                    for i in range(count)
+                ]
+                for counts in of_rows
+            ]
             places = pad_rows(rows, tokens.device)
             hidden, tokens = rows_at(hidden, places), tokens.gather(1, places)
-        return Unread(hidden, [first + last for first, last in pairs], tokens)
+        return Unread(hidden, [sum(counts) for counts in of_rows], tokens)
 
 
 @dataclass
@@ -129,7 +140,7 @@ class HeadsState:
     predict: Any
     memory: HeadCache | None = None
     draws: Draws | None = None
-    unread: Unread | None = None
+    unread: Sequence[Unread] = ()
 
 
 class HeadsDrafter:
@@ -211,7 +222,7 @@ class HeadsDrafter:
         ahead[rows, last] = root.to(self.device)
         hidden = side_by_side(prefill.hidden, self.taps).to(self.device)
         unread = Unread(hidden, prefill.num_tokens, ahead)
-        return HeadsState(root, None, predict, memory, draws, unread)
+        return HeadsState(root, None, predict, memory, draws, [unread])
 
     @torch.no_grad()
     def propose(self, state: HeadsState) -> Candidates:
@@ -244,8 +255,7 @@ class HeadsDrafter:
         if memory is None:
             last = hidden[:, 0]
         else:
-            new = Unread(hidden, counts, pad_rows(result.new_tokens, self.device))
-            unread = new if unread is None else unread.then(new)
+            unread = [*unread, Unread(hidden, counts, pad_rows(result.new_tokens, self.device))]
         draws = state.draws
         if draws is not None:
             lengths = [n + count for n, count in zip(draws.lengths, counts, strict=True)]
@@ -262,15 +272,15 @@ class HeadsDrafter:
             if state.hidden is None
             else state.hidden.index_select(-2, rows.to(self.device)),
             memory=state.memory and state.memory.select(rows),
-            unread=state.unread and state.unread.select(rows),
+            unread=[part.select(rows) for part in state.unread],
         )
 
     def read(self, state: HeadsState) -> Tensor:
         """Let layers that attend read on; return the hidden states that heads guess from."""
-        if state.unread is not None:
+        if state.unread:
             assert state.memory is not None
-            state.memory, state.hidden = state.memory.append(*state.unread)
-            state.unread = None
+            state.memory, state.hidden = state.memory.append(*Unread.joined(state.unread))
+            state.unread = ()
         assert state.hidden is not None
         return state.hidden
 

@@ -13,6 +13,7 @@ decoding (Hu et al., arXiv:2411.10666).
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from itertools import cycle, islice
@@ -60,16 +61,16 @@ class NgramRow:
         return []
 
 
-class CopyDrafter(TextDrafter):
+class CopyDrafter(TextDrafter, ABC):
     """What drafters that copy have in common: each row's tree is made in Python."""
 
     def propose(self, state: TextRows) -> Candidates:
         """Return the rows' trees; smaller ones are padded."""
         return pack(self.trees(state), state.device)
 
+    @abstractmethod
     def trees(self, state: TextRows) -> list[OneTree]:
         """Return tokens and parents of each row's tree, the root first."""
-        raise NotImplementedError
 
 
 class NgramDrafter(CopyDrafter):

@@ -37,7 +37,7 @@ def test_every_part_is_measured(tiny_export: Path, capsys: pytest.CaptureFixture
 
 
 def test_drafters_and_batches_have_a_budget_each(tiny_export: Path) -> None:
-    """Steps of a batch that rows have left are shorter, and none of a batch's."""
+    """A union's heads, or a batch's rows, that nobody clocks look free."""
     out = tiny_export.with_name("budget.json")
     few = "--dtype=float32 --threads=1 --repeats=1 --num-prompts=4 --max-new-tokens=12"
     few += " --parts budget --temperatures 0 --batches 1 2 --drafters heads suffix heads+suffix"
@@ -49,6 +49,17 @@ def test_drafters_and_batches_have_a_budget_each(tiny_export: Path) -> None:
         assert row["num_steps"] > 0 < row["phases_ms"]["base forward"]["median"]
         assert (row["phases_ms"]["heads"]["q75"] > 0) >= (row["drafter"] == "heads")
         assert row["phases_ms"]["heads"]["q75"] == 0 or row["drafter"] != "suffix"
+
+
+def test_steps_that_a_row_has_left_do_not_count() -> None:
+    """They are shorter, and would make a batch look cheap."""
+
+    def decode(ids: list[int], *, on_tokens: Any, max_new_tokens: int) -> None:
+        for row, tokens in ((0, 1), (1, 1), (0, 1), (1, 2), (0, 1)):
+            on_tokens(row, [7] * tokens)
+
+    times, counts = script.clock_steps(decode, [1, 2], max_new_tokens=3)
+    assert counts == [1, 1] and len(times) == 2
 
 
 def test_halves_divide_the_step_in_the_middle() -> None:
