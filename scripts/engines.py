@@ -12,9 +12,9 @@ agree are others.
 
 Every engine has an environment of its own in ``.engines``, made from scripts/engines/NAME.txt, and
 runs in a process of its own, scripts/engines/run_NAME.py. llama.cpp gets GGUF files, by its own
-converter: in float32, and the base in the 4 bits that it is published in, where rounding is another
-and accepted guesses alone are compared. It cannot read the tokenizer of tinycode. OpenVINO gets
-what optimum-intel makes of our folders, in float32.
+converter: in float32; and, by name, the base in the 4 bits that it is published in, where rounding
+is another and accepted guesses alone are compared, over more prompts. It cannot read the tokenizer
+of tinycode. OpenVINO gets what optimum-intel makes of our folders, in float32.
 
 Each result is a file of its own in the folder of the runs, which is not measured again, and in
 ``--out``.
@@ -85,7 +85,7 @@ class Asked:
 
     Attributes:
         base: tinycode or smollm2
-        engines: all that take the base, if empty
+        engines: all that take the base and compute in float32, if empty
         only: formats, all if empty
         num_prompts: 0: 48 of tinycode, 12 of SmolLM2; with another number, or other minutes,
             results go into a folder of their own, whose name ends with them
@@ -307,7 +307,7 @@ class LlamaCpp(Engine):
 
     name, title, where = "llamacpp_f32", "llama.cpp", "llamacpp"
     bases = ("smollm2",)
-    cases: ClassVar[tuple[Case, ...]] = (
+    cases = (
         Case("draft", DRAFT, "draft", "draft-simple"),
         Case("eagle3_speculators", EAGLE3, EAGLE3, "draft-eagle3", SPECULATORS),
         Case("eagle3_native", EAGLE3, EAGLE3, "draft-eagle3", NATIVE),
@@ -402,8 +402,6 @@ class LlamaCppFourBits(LlamaCpp):
     """llama.cpp with the file that the base is published as, and sums as it likes them."""
 
     name, exact = "llamacpp_q4_1", False
-    # DSpark, and EAGLE-3 in its other layout, are read in float32: 4 bits change neither
-    cases = tuple(case for case in LlamaCpp.cases if case.words != SPECULATORS)
 
     def base(self) -> str:
         """Return the published file."""
@@ -916,13 +914,11 @@ class Job:
 
 
 def chosen(engine: type[Engine], given: Settings) -> list[Case]:
-    """Return the formats of an engine that are asked for."""
-    if given.base not in engine.bases or (given.engines and engine.name not in given.engines):
+    """Return the formats of an engine that are asked for: all of those that compute exactly."""
+    wanted = engine.name in given.engines if given.engines else engine.exact
+    if given.base not in engine.bases or not wanted:
         return []
-    # copies of a base that rounds otherwise have nothing to be held to
-    found = [
-        each for each in engine.cases if given.base in each.bases and (engine.exact or each.kind)
-    ]
+    found = [each for each in engine.cases if given.base in each.bases]
     if given.serve:
         found = [case for case in found if case.name in engine.over_http]
     return [case for case in found if not given.only or case.name in given.only]
