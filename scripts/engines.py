@@ -7,8 +7,8 @@
 For every format that an engine takes: its greedy texts, one by one and together, beside its own
 without speculation and transformers', and its verify steps and accepted guesses per position beside
 those of our chain. A format fails where texts differ from the engine's own, where more than
-``--most`` differ from transformers' or one of them at no near-tie, or where the steps on texts that
-agree are others.
+``--most`` differ from transformers' or one of them at no near-tie, where the steps on texts that
+agree are others, or where none of our guesses is accepted, so that steps say nothing.
 
 Every engine has an environment of its own in ``.engines``, made from scripts/engines/NAME.txt, and
 runs in a process of its own, scripts/engines/run_NAME.py. llama.cpp gets GGUF files, by its own
@@ -807,6 +807,10 @@ def judged(
         found["our_steps"], found["our_accepted"] = sum(own["steps"]), own["accepted"]
         if exact and any(mine != yours for mine, yours in agreeing):
             failed.append("its verify steps are not those of our chain")
+        if not any(own["accepted"]):
+            failed.append(
+                "none of our chain's guesses is accepted, so steps say nothing: train longer"
+            )
         shares = zip(found["accepted"], own["accepted"], strict=True)
         apart = [abs(a / found["steps"] - b / found["our_steps"]) for a, b in shares]
         if not exact and max(apart) > ROUNDED:

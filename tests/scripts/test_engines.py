@@ -54,6 +54,14 @@ def test_one_step_more_fails() -> None:
     assert said(run(steps=[1, 2, 2, 2]))["failed"]
 
 
+def test_a_drafter_that_is_never_right_fails() -> None:
+    """Without one accepted guess any engine takes as many steps, also one that reads it wrongly."""
+    steps = [len(text) - 1 for text in TEXTS]
+    never = {"texts": TEXTS, "steps": steps, "accepted": [0, 0]}
+    (problem,) = said(run(steps=steps), never)["failed"]
+    assert "train longer" in problem
+
+
 def test_texts_that_differ_are_no_matter_of_steps() -> None:
     """A near-tie makes another text, whose steps are its own."""
     other = [*TEXTS[:3], [1, 1, 2]]
