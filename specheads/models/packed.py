@@ -56,9 +56,10 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # the name that torch gives it
         """Map [..., in] to [..., out]."""
+        own = self._parameters  # as attributes they are looked for elsewhere first
+        weight, bias = cast(Tensor, own["weight"]), own["bias"]
         if torch.compiler.is_compiling() or _left_to_mkl(input):
-            return F.linear(input, self.weight, self.bias)
-        weight = self.weight
+            return F.linear(input, weight, bias)
         if torch.is_grad_enabled() or weight.requires_grad:
             self._packed = None
             return super().forward(input)
@@ -72,7 +73,7 @@ class PackedLinear(nn.Linear):
             if input.numel() > MOST_ROWS * self.in_features:
                 return super().forward(input)
             self._packed = state, weight.t().contiguous() if transposed else _laid_out(weight)
-        return _multiplied(input, self._packed[1], self.bias)
+        return _multiplied(input, self._packed[1], bias)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is copied with the layer: the copy has no storage that could be."""
@@ -159,7 +160,7 @@ def _laid_out(weight: Tensor) -> Tensor:
 
 def _multiplied(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     if packed.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
     return x @ packed if bias is None else x @ packed + bias
 
 
