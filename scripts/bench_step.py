@@ -107,7 +107,7 @@ class Settings:
 def clock_steps(decode: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[float], ...]:
     """Decode; return when the tokens of the prefill and of each step were there, and how many.
 
-    Of a batch those of the first row, as long as all rows take part.
+    As long as all rows take part: when those of the first row were there, how many of every row.
     """
     times: list[float] = []
     counts: list[float] = []
@@ -116,8 +116,9 @@ def clock_steps(decode: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[
 
     def note(row: int, tokens: list[int]) -> None:
         nonlocal ended
-        if row == 0 and not ended:
-            times.append(time.perf_counter())
+        if not ended:
+            if row == 0:
+                times.append(time.perf_counter())
             counts.append(len(tokens))
         limits[row] -= len(tokens)
         ended |= len(limits) > 1 and limits[row] <= 0
@@ -261,7 +262,7 @@ def measure_budget(
                 continue
             plain_ms += differences(plain)
             step_ms += differences(tree)
-            gained += counts[1:]
+            gained += counts[len(ids) :]
     whole_steps = [step for step in phases.steps if step[ROWS] == num_rows]
     clocked = [{key: 1e3 * step[key] for key in (*PHASES, "step")} for step in whole_steps]
     overhead = [step["step"] - step[FORWARD] - step[HEADS] for step in clocked]

@@ -438,6 +438,31 @@ def step(read: Read) -> str:
     return table(f"T | plain step, ms | step | base forward | heads | {loop}", lines)
 
 
+def budget(read: Read, file: str) -> str:
+    """Return where the time of a step goes, of several drafters and batches."""
+    found = read(file)
+    parts = ("base forward", "heads", "propose", "verify", "accept", "commit")
+    lines = []
+    for of in found["budget"]:
+        phases = {name: each["median"] for name, each in of["phases_ms"].items()}
+        step, plain = (of[f"{name}step_ms"]["median"] for name in ("", "plain_"))
+        rest = sum(value for name, value in phases.items() if name not in (*parts, "replay"))
+        lines.append(
+            f"`{of['drafter']}` | {of['batch']} | {of['temperature']:g} | {of['accept_length']:.2f}"
+            f" | {cells((plain, step))} ({step / plain:.2f})"
+            f" | {cells((*(phases[name] for name in parts), rest))}"
+        )
+    head = "drafter | batch | T | accept length | plain step, ms | step (plain steps)"
+    place, settings = found["environment"], found["settings"]
+    said = (
+        f"Medians; {settings['num_prompts']} prompts, up to {settings['max_new_tokens']} new"
+        f" tokens, {settings['dtype']}, {place['processor']}, {place['threads']} threads,"
+        f" torch {place['torch']}, {place['date']}."
+    )
+    head = " | ".join((head, *parts, "emit, observe, rest"))
+    return f"{table(head, lines)}\n\n{said}"
+
+
 def passes(read: Read) -> str:
     """Return what a verify step costs, alone and beside a raw call over as many tokens."""
     lines = [
