@@ -59,7 +59,7 @@ def test_steps_that_a_row_has_left_do_not_count() -> None:
             on_tokens(row, [7] * tokens)
 
     times, counts = script.clock_steps(decode, [1, 2], max_new_tokens=3)
-    assert counts == [1, 1] and len(times) == 2
+    assert counts == [1, 1, 1, 2] and len(times) == 2  # of both rows; when the first one's came
 
 
 def test_halves_divide_the_step_in_the_middle() -> None:
