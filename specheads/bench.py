@@ -34,7 +34,6 @@ def run(config: BenchConfig) -> None:
     from specheads.decoding.exported import acceptance_rule, is_plain_model, subject_of
     from specheads.measure import bench
     from specheads.measure.clock import prompt_file, prompts_of
-    from specheads.measure.hits import measure_accuracy
     from specheads.measure.render import bench_text, html_page
     from specheads.measure.rows import failures, write_steps
 
@@ -66,8 +65,7 @@ def run(config: BenchConfig) -> None:
         methods += contest.of_trees(export.heads, trees)
         methods += contest.of_export(export, decode, lossy)
     methods += contest.of_drafters(subject, asked, lossy)
-    others = bench.load_others(subject, config.exports)
-    methods += contest.of_others(others)
+    methods += contest.of_others(bench.load_others(subject, config.exports))
     settings = {
         "checkpoint": config.checkpoint,
         "tree": export.tree.to_json() if export else None,
@@ -83,17 +81,11 @@ def run(config: BenchConfig) -> None:
     result, clocked = bench.benchmark(
         base, methods, prompts, plan, settings=settings, headline=quoted
     )
-    out = Path(config.out)
-    out.write_text(json.dumps(result, indent=1) + "\n")  # whatever comes of what follows
+    # whatever comes of what follows
+    Path(config.out).write_text(json.dumps(result, indent=1) + "\n")
     print(bench_text(result))
     if config.steps:
         write_steps(Path(config.steps), clocked, prompts)
-    if export:
-        result["heads"] = {
-            name: measure_accuracy(each, prompts, clocked)
-            for name, each in {"tree": export, **others}.items()
-        }
-        out.write_text(json.dumps(result, indent=1) + "\n")
     if config.report:
         Path(config.report).write_text(html_page(result), encoding="utf-8")
     written = [config.out, config.steps, config.report]

@@ -3,8 +3,7 @@
 The text that tree decoding writes is the text that plain decoding writes. So one plain decoding of
 each prompt, and one look at what every head ranked where along it, tells exactly how many tokens
 any tree would have gained at every step, without decoding with that tree. Static trees are grown
-from these hits, the gain of trees of all sizes is counted from them, and so is how often each
-head is right.
+from these hits, and the gain of trees of all sizes is counted from them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,11 +26,10 @@ from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.growing import NUM_RANKS, grow
 from specheads.drafters.heads import Draws, HeadsDrafter, embedding
-from specheads.measure.clock import Prompt, Runs, pad_left
-from specheads.measure.rows import Clocked, ratio_ci95
-from specheads.models.checkpoint import Export
+from specheads.measure.clock import pad_left
+from specheads.measure.rows import ratio_ci95
 from specheads.models.kinds import Heads, Walk
-from specheads.models.output import OutputLayer, capture_hidden, output_layer, side_by_side
+from specheads.models.output import OutputLayer, capture_hidden, side_by_side
 from specheads.verification.sampling import Sampler
 
 Progress = Callable[[Sequence[int]], Any]  # wraps a sequence that is iterated over
@@ -379,72 +377,6 @@ def acceptance(tree: Tree, hits: AllHits) -> list[float]:
         tuple(row[:depth]) for row in ranks.tolist() for depth in range(1, len(row) + 1)
     )
     return [paths[choice] / max(len(ranks), 1) for choice in tree.choices]
-
-
-def measure_accuracy(
-    export: Export, prompts: Sequence[Prompt], clocked: Clocked
-) -> list[dict[str, Any]]:
-    """Ask the heads at every position of texts that are there already; nothing is decoded again.
-
-    Args:
-        export: the heads, and the tree whose nodes are to be counted.
-        prompts: what was continued.
-        clocked: by temperature and batch size, then by the method's name; plain decoding's texts of
-            batch 1 are looked at.
-
-    Returns:
-        Per temperature ``temperature``; ``heads``, for each head ``num_positions`` and ``top``,
-        the share of them at which the token that came was among its first 1, 2, ... guesses;
-        ``choices`` of the tree, and ``acceptance``, the share of its steps that accept each.
-        Texts that are too short to ask a head about leave ``top`` empty.
-    """
-    base, heads, output = export.base, export.heads, output_layer(export.base)
-
-    def accuracy(temperature: float, runs: Mapping[str, Runs]) -> dict[str, Any]:
-        hits, counted = [], []
-        texts = zip(prompts, runs["plain"].decoded, strict=True)
-        for number, (prompt, text) in enumerate(texts):  # each was drawn with its number as seed
-            drawn = Sampler(temperature, seed=number)
-            asked = measure_hits(base, heads, output, prompt.input_ids, text, drawn)
-            hits.append([asked])
-            counted.append(came_after(len(asked.ranks), heads.num_heads, len(text.new_tokens)))
-        ranks = torch.cat([asked.ranks for (asked,) in hits])
-        return {
-            "temperature": temperature,
-            "heads": top_shares(ranks, torch.cat(counted)),
-            "choices": [list(choice) for choice in export.tree.choices],
-            "acceptance": [round(share, 4) for share in acceptance(export.tree, hits)],
-        }
-
-    return [accuracy(heat, runs) for (heat, size), runs in clocked.items() if size == 1]
-
-
-def came_after(num_positions: int, num_heads: int, num_new: int) -> Tensor:
-    """Return whether a token came where head k guesses from position s, [S, K]; a text has an end.
-
-    Args:
-        num_positions: S, each the root of a step.
-        num_heads: K; head k guesses the token ``k + 1`` after the root.
-        num_new: tokens of the text.
-    """
-    places = torch.arange(num_positions)[:, None] + torch.arange(1, num_heads + 1)
-    return places < num_new
-
-
-def top_shares(ranks: Tensor, counted: Tensor) -> list[dict[str, Any]]:
-    """Return per head at how many positions its first 1, 2, ... guesses held the right token.
-
-    Args:
-        ranks: [S, K], which guess was right; larger than any number of guesses where none was.
-        counted: [S, K] bool, where there was a token to be guessed.
-    """
-    shares = []
-    for head in range(ranks.shape[1]):
-        of_head = ranks[counted[:, head], head]
-        numbers = range(1, NUM_RANKS + 1) if len(of_head) else ()
-        top = [round(float((of_head < k).float().mean()), 4) for k in numbers]
-        shares.append({"head": head, "num_positions": len(of_head), "top": top})
-    return shares
 
 
 _FOLDS = 5

@@ -10,7 +10,7 @@ from __future__ import annotations
 import colorsys
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +137,7 @@ def draw(result: Mapping[str, Any]) -> dict[str, str]:
         result: the content of bench.json.
 
     Returns:
-        ``speed`` over temperatures; ``batches`` where several sizes were measured; ``heads`` and
-        ``tree`` where heads were.
+        ``speed`` over temperatures; ``batches`` where several sizes were measured.
     """
     rows: list[dict[str, Any]] = result["rows"]
     temperature = result["headline"]["temperature"]
@@ -150,14 +149,6 @@ def draw(result: Mapping[str, Any]) -> dict[str, str]:
     found = {"speed": _draw("speed", lambda axes: _speed(axes, alone, colors))}
     if len({row["batch"] for row in rows}) > 1:
         found["batches"] = _draw("batches", lambda axes: _batches(axes, here, colors, at), 2)
-    heads = {
-        name: next(each for each in measured if each["temperature"] == temperature)
-        for name, measured in result.get("heads", {}).items()
-    }
-    if heads:
-        count, width = len(heads), 4.0 * len(heads) + 1
-        found["heads"] = _draw("heads", lambda axes: _heads(axes, heads, at), count, width)
-        found["tree"] = "\n".join(_trees(heads, at))
     return found
 
 
@@ -166,14 +157,14 @@ Rows = Sequence[Mapping[str, Any]]
 Colors = Mapping[str, str]
 
 
-def _draw(name: str, paint: Callable[[Axes], None], panels: int = 1, width: float = 9.0) -> str:
+def _draw(name: str, paint: Callable[[Axes], None], panels: int = 1) -> str:
     """Return a figure's SVG, which the page's colours reach; the same figures, the same bytes."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"svg.hashsalt": "specheads", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(width, 3.8), layout="constrained")
+        figure = Figure(figsize=(9.0, 3.8), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots(1, panels, squeeze=False)[0]
         for each in axes:
@@ -242,22 +233,3 @@ def _batches(axes: Axes, rows: Rows, colors: Colors, at: str) -> None:
     _label(left, f"In batches, {at}; dashed: copies", "tokens per second", "batch")
     _label(right, "Speed-up in batches", "over plain decoding in that batch", "batch")
     left.legend(frameon=False, fontsize=7)
-
-
-def _heads(axes: Axes, heads: Mapping[str, Mapping[str, Any]], at: str) -> None:
-    for ax, (name, measured) in zip(axes, heads.items(), strict=True):
-        for index, each in enumerate(measured["heads"]):
-            ks = range(1, len(each["top"]) + 1)
-            look = {"marker": "o", "markersize": 3, "color": _color(index)}
-            ax.plot(ks, each["top"], label=f"head {each['head']}", **look)
-        ax.set_ylim(0, 1)
-        _label(ax, f"{name}, {at}", "right token among them", "guesses per head")
-        ax.legend(frameon=False, fontsize=7)
-
-
-def _trees(heads: Mapping[str, Mapping[str, Any]], at: str) -> Iterator[str]:
-    for name, measured in heads.items():
-        chances = dict(zip(map(tuple, measured["choices"]), measured["acceptance"], strict=True))
-        tree = Tree.from_choices(chances)
-        title = f"{name}: {tree.num_nodes} nodes, {at}"
-        yield tree_svg(tree, [chances[choice] for choice in tree.choices], title=title)

@@ -196,23 +196,6 @@ def lengths_table(rows: Sequence[Row]) -> Table:
     return Table(["T", "method", "steps", *map(str, range(1, longest + 1))], lines)
 
 
-def heads_table(measured: Mapping[str, Sequence[Row]]) -> Table:
-    """Return how often the right token was among a head's first guesses.
-
-    Args:
-        measured: ``heads`` of bench.json.
-    """
-    numbers = (1, 2, 3, 5, 10)
-    lines = [
-        [name, f"{at['temperature']:g}", str(head["head"]), str(head["num_positions"])]
-        + [f"{head['top'][k - 1]:.3f}" if head["top"] else "" for k in numbers]
-        for name, temperatures in measured.items()
-        for at in temperatures
-        for head in at["heads"]
-    ]
-    return Table(["heads of", "T", "head", "positions", *(f"top {k}" for k in numbers)], lines)
-
-
 def verdict(rows: Iterable[Row]) -> str:
     """Return in one sentence what is fastest at each temperature, and what copying alone gives.
 
@@ -362,7 +345,7 @@ def sections(result: Mapping[str, Any], figures: Mapping[str, str]) -> dict[str,
         figures: SVG by name, of :func:`specheads.measure.plots.draw`.
     """
     drawn = {name: {"picture": picture} for name, picture in figures.items()}
-    rows, heads = result["rows"], result.get("heads") or {}
+    rows = result["rows"]
     methods = in_order(rows, "method", "drafter", "tree_nodes")
     speeds = make_table(_alone(rows), PAGE_COLUMNS)
     found: dict[str, Sequence[Any]] = {
@@ -379,9 +362,6 @@ def sections(result: Mapping[str, Any], figures: Mapping[str, str]) -> dict[str,
         found["Side by side (95%)"] = [format_pairs(result["pairs"]).splitlines()]
     if any("accept_lengths" in row for row in rows):
         found["Accept lengths"] = [lengths_table(rows)]
-    if heads:
-        found["What the heads guess"] = [drawn.get("heads"), heads_table(heads)]
-        found["The tree"] = [drawn.get("tree")]
     if differences := format_divergences(result):
         found["Where outputs differ"] = [{"fixed": differences}]
     found["Settings"] = [{"fixed": _lines(result["settings"])}]

@@ -15,19 +15,16 @@ from transformers import LlamaForCausalLM
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError
 from specheads.decoding.loop import decode, plain_decode
-from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.growing import best_trees
 from specheads.drafters.heads import dynamic_drafter, static_drafter
 from specheads.measure import hits as module
-from specheads.measure.clock import Prompt, Runs
 from specheads.measure.hits import (
     MISS,
     TEMPERATURES,
     Hits,
     Texts,
     acceptance,
-    came_after,
     collect_hits,
     decoded_gains,
     dynamic_sizes,
@@ -36,17 +33,14 @@ from specheads.measure.hits import (
     grow_nodes,
     grow_order,
     grown_sizes,
-    measure_accuracy,
     measure_hits,
     static_sizes,
     step_ranks,
-    top_shares,
 )
 from specheads.models.blocks import prefix_sizes
-from specheads.models.checkpoint import Export
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
-from specheads.verification.sampling import Sampler, gumbel_noise
+from specheads.verification.sampling import Sampler
 from tests.conftest import Medusa
 from tests.conftest import three_prompts as prompts
 from tests.enumeration import replay
@@ -321,78 +315,3 @@ def test_acceptance_adds_up_to_the_accept_length() -> None:
     shares = acceptance(tree, hits)
     assert 1 + sum(shares) == pytest.approx(sum(steps) / len(steps))
     assert shares[tree.choices.index((0,))] > shares[tree.choices.index((0, 0))] > 0
-
-
-NUM_HEADS = 2
-
-
-def trained(base: LlamaForCausalLM) -> MedusaHeads:
-    """Return heads that guess more than nothing."""
-    weight = base.get_output_embeddings().weight
-    heads = MedusaHeads(NUM_HEADS, 1, weight.shape[1], weight.shape[0])
-    with torch.no_grad():
-        heads.init_from_output(weight)
-        for parameter in heads.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    return heads.eval()
-
-
-@pytest.mark.parametrize("ended", [False, True])
-def test_shares_are_those_of_asking_every_position(
-    tiny_llama: LlamaForCausalLM, ended: bool
-) -> None:
-    """Off by one, a head is graded by its neighbour's token, and every curve is a little low."""
-    torch.manual_seed(3)
-    heads = trained(tiny_llama)
-    prompts = [Prompt(str(n), "a", torch.randint(0, 200, (1, n))) for n in (5, 9)]
-    texts = []
-    for prompt in prompts:
-        found = plain_decode(tiny_llama, prompt.input_ids, max_new_tokens=14)
-        texts.append(DecodedRow(found.new_tokens, [1] * 13, finished=ended))
-    tree = Tree.from_choices([(0,), (1,), (0, 0)])
-    tokenizer: Any = None
-    export = Export(tiny_llama, heads, tokenizer, tree, {})
-    clocked = {(0.7, size): {"plain": Runs(decoded=texts)} for size in (1, 2)}
-    (measured,) = measure_accuracy(export, prompts, clocked)
-    assert measured["temperature"] == 0.7
-    hits = [[0] * 10 for _ in range(NUM_HEADS)]
-    counts = [0] * NUM_HEADS
-    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        whole = prompt.input_ids[0].tolist() + text.new_tokens
-        start = prompt.input_ids.shape[1]
-        # a text that was cut off hides what its last steps would have gained
-        last = len(whole) - (1 if ended else NUM_HEADS + 1)
-        for root in range(start, last):
-            ids = torch.tensor([whole[:root]])  # the root's own hidden state is not known yet
-            with torch.inference_mode():
-                hidden = tiny_llama.model(ids).last_hidden_state[0, -1]
-                logits = heads.logits(hidden[None], output_layer(tiny_llama), None, None)[:, 0]
-            for head in range(NUM_HEADS):
-                if root + head + 1 >= len(whole):
-                    continue
-                counts[head] += 1
-                noise = gumbel_noise(number, torch.tensor([[root + head + 1]]), logits.shape[-1])
-                guesses = logits[head] / 0.7 + noise[0, 0]  # what the drafter guesses there
-                order = guesses.argsort(descending=True)[:10].tolist()
-                came = whole[root + head + 1]
-                for k in range(10):
-                    hits[head][k] += came in order[: k + 1]
-    assert [each["num_positions"] for each in measured["heads"]] == counts
-    for head in range(NUM_HEADS):
-        expected = [round(hit / counts[head], 4) for hit in hits[head]]
-        assert measured["heads"][head]["top"] == expected
-    assert measured["choices"] == [[0], [1], [0, 0]]
-    first, second, deep = measured["acceptance"]
-    assert 0 <= deep <= first <= 1 and 0 <= second <= 1
-
-
-def test_positions_beyond_the_end_do_not_count() -> None:
-    """A guess about nothing counts as wrong, and deep heads look worse than they are."""
-    assert came_after(3, 2, 4).tolist() == [[True, True], [True, True], [True, False]]
-    ranks = torch.tensor([[0, 1 << 30], [2, 0], [1 << 30, 1 << 30]])
-    shares = top_shares(ranks, came_after(3, 2, 4))
-    assert [each["num_positions"] for each in shares] == [3, 2]
-    assert shares[0]["top"][:3] == [0.3333, 0.3333, 0.6667]
-    assert shares[1]["top"][:3] == [0.5, 0.5, 0.5]
-    empty = top_shares(ranks[:0], came_after(0, 2, 1))
-    assert [each["top"] for each in empty] == [[], []]
