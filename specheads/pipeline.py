@@ -261,14 +261,13 @@ class Speculation:
         )
 
     def plan(self, log: RunLog, stages: Iterable[Stage], notes: Sequence[str] = ()) -> None:
-        """Say what a dry run's stages need, and what speculation is expected to bring."""
+        """Say what a dry run's stages need, and above which accept length speculation pays."""
         parts = {"base": self.base, "heads": cast(nn.Module, self.heads)}
         say_plan(self.cfg, log, stages, parts, self.output.weight, notes)
         if dist.is_main():
             expected = describe_expected(
-                self.base, self.heads, self.output, self.prompts, self.cfg.tree, self.cfg.evaluate,
-                start=self.cfg.heads.start,
-            )  # fmt: skip
+                self.base, self.heads, self.output, self.prompts, self.cfg.tree, self.cfg.evaluate
+            )
             log.say(expected)
 
     def export(

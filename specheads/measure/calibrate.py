@@ -4,10 +4,8 @@ How many tokens a tree gains is counted from texts (:mod:`specheads.measure.hits
 any machine; what its step costs is clocked (:mod:`specheads.decoding.costs`). Trees of all sizes
 are prefixes of one order of nodes, so the fastest is found by looking at every size.
 
-:func:`describe_expected` says what speculation would bring before anything is trained
-(``dry_run=true``): the accept length is an assumption, named as such; the cost of a verify step is
-measured on this base model and machine. Where their ratio is below 1, training would be paid for
-nothing.
+:func:`describe_expected` says before anything is trained (``dry_run=true``) above which accept
+length speculation would pay: the cost of a verify step is measured on this base model and machine.
 """
 
 from __future__ import annotations
@@ -16,26 +14,23 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.attention.tree import Choice, Tree, grow_tree
+from specheads.attention.tree import Tree, default_tree
 from specheads.config import EvaluateConfig, TreeConfig
 from specheads.decoding.costs import CostCurve, clock_steps, ratios, runner
 from specheads.drafters.contract import Drafter
-from specheads.drafters.growing import NUM_RANKS
 from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
 from specheads.measure import hits
 from specheads.measure.clock import Budget
 from specheads.measure.render import estimate
 from specheads.measure.rows import DRIFT_LIMIT
-from specheads.models.checkpoint import Export, read_config
+from specheads.models.checkpoint import Export
 from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, output_layer
@@ -265,10 +260,6 @@ def _summary(kind: Kind, plain: float, *, fixed: bool) -> dict[str, Any]:
     }
 
 
-# Top-1 and top-5 accuracy of the five Medusa-1 heads of Vicuna-7B v1.3 after an epoch of ShareGPT:
-# assets/medusa_acc.csv of github.com/FasterDecoding/Medusa, version 0.1.
-PUBLISHED = ((0.560, 0.780), (0.316, 0.562), (0.201, 0.417), (0.147, 0.340), (0.118, 0.300))
-_SOURCE = "accuracies published for Medusa-1 heads of Vicuna-7B, guesses as if independent"
 _REPEATS = 3
 _NEW_TOKENS = 48  # per clocked text
 
@@ -338,62 +329,6 @@ def format_calibration(measured_on: dict[str, Any], depth: int) -> str:
     return "\n".join(lines)
 
 
-def published_rates(num_heads: int) -> list[list[float]]:
-    """Return for every head the probability that its guess of each rank is right, [K][R].
-
-    Top-1 and top-5 are the published ones; ranks fall geometrically such that they meet both. Heads
-    beyond the fifth are taken to be as good as the fifth, which flatters them a little.
-    """
-    rates = []
-    for head in range(num_heads):
-        top1, top5 = PUBLISHED[min(head, len(PUBLISHED) - 1)]
-        # what makes top1 * (1 + factor + ... + factor**4) the top-5: one root is above 0
-        factor = float(max(np.roots([1, 1, 1, 1, 1 - top5 / top1]).real))
-        rates.append([top1 * factor**rank for rank in range(NUM_RANKS)])
-    return rates
-
-
-def expected_length(tree: Tree, rates: Sequence[Sequence[float]]) -> float:
-    """Return 1 plus the probability of every node, guesses of different heads independent."""
-    values: dict[Choice, float] = {(): 1.0}
-    for choice in tree.choices:
-        above = rates[len(choice) - 1]
-        rate = above[choice[-1]] if choice[-1] < len(above) else 0.0
-        values[choice] = values[choice[:-1]] * rate
-    return sum(values.values())
-
-
-def assumed(
-    num_heads: int, tree: TreeConfig, evaluate: EvaluateConfig, start: str = ""
-) -> tuple[Tree, float, str]:
-    """Return the tree at hand, its expected accept length, and the assumption behind it.
-
-    Args:
-        num_heads: of the heads to be trained.
-        tree: ``choices``, else the tree of ``start``, else one of ``num_nodes`` nodes (of
-            ``evaluate.num_nodes`` where that is 0) grown from the published accuracies.
-        evaluate: see ``tree``.
-        start: an export whose heads training starts from: what its tree was measured to gain.
-
-    Raises:
-        ConfigError: if ``start`` is no export.
-    """
-    rates = published_rates(num_heads)
-    section = read_config(Path(start))["tree"] if start else {}
-    if tree.choices or start:
-        found = Tree.from_choices(tree.choices or section["choices"])
-    else:
-        found, _ = grow_tree(rates, tree.num_nodes or evaluate.num_nodes)
-    acceptance = (section.get("measured_on") or {}).get("acceptance")
-    if not acceptance:
-        return found, expected_length(found, rates), _SOURCE
-    measured = dict(zip(map(tuple, section["choices"]), acceptance, strict=True))
-    # nodes that were not measured count as never accepted
-    known = sum(measured.get(choice, 0.0) for choice in found.choices)
-    least = "" if all(choice in measured for choice in found.choices) else "at least, "
-    return found, 1 + known, f"{least}as measured for the heads of {start}"
-
-
 def describe_expected(
     base: PreTrainedModel,
     heads: Heads,
@@ -401,8 +336,6 @@ def describe_expected(
     prompts: Sequence[Tensor],
     tree: TreeConfig,
     evaluate: EvaluateConfig,
-    *,
-    start: str = "",
 ) -> str:
     """Clock verify steps of the tree at hand beside plain steps; heads need not be trained yet.
 
@@ -411,18 +344,17 @@ def describe_expected(
         heads: of the shape that is to be trained.
         output: the base's output layer.
         prompts: token ids [1, P] each; the longest is decoded.
-        tree: see :func:`assumed`.
-        evaluate: size of the tree, see :func:`assumed`; texts are as long as ``max_new_tokens``,
-            48 at most.
-        start: see :func:`assumed`.
+        tree: its ``choices``, else one of ``num_nodes`` nodes for heads that nobody has measured.
+        evaluate: size of the tree where ``num_nodes`` is 0; texts are as long as
+            ``max_new_tokens``, 48 at most.
 
     Returns:
-        The lines about expected accept length and speed-up, and a warning where it is due.
-
-    Raises:
-        ConfigError: if ``start`` is no export.
+        The line about the cost, and above which accept length it pays.
     """
-    shape, length, source = assumed(heads.num_heads, tree, evaluate, start)
+    if tree.choices:
+        shape = Tree.from_choices(tree.choices)
+    else:
+        shape = default_tree(heads.num_heads, tree.num_nodes or evaluate.num_nodes)
     longest = max(prompts, key=lambda prompt: prompt.shape[1])
     with undisturbed(base, heads):
         drafters = [None, static_drafter(base, heads, output, shape)]
@@ -430,18 +362,10 @@ def describe_expected(
         runs = [runner(base, drafter, longest, max_new_tokens=tokens) for drafter in drafters]
         costs = ratios(clock_steps(runs, repeats=_REPEATS))[1]
     cost = median(costs)
-    speedup = length / cost
-    text = (
+    return (
         f"speculation: a verify step of {shape.num_nodes} nodes costs {cost:.2f} plain steps here"
-        f" ({min(costs):.2f} to {max(costs):.2f}); accept length {length:.2f} ({source}): expected"
-        f" speed-up {speedup:.2f}"
+        f" ({min(costs):.2f} to {max(costs):.2f}): it pays above an accept length of {cost:.2f}"
     )
-    if speedup < 1:
-        text += (
-            f"\nwarning: expected speed-up {speedup:.2f} is below 1: on this machine decoding with"
-            f" this tree would be slower than without; try fewer nodes (tree.num_nodes)"
-        )
-    return text
 
 
 def check_expected(

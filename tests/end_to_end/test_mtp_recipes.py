@@ -227,7 +227,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(
         more.append(f"features.dir={tmp_path / 'features'}")
     train(monkeypatch, mode, tiny_model_dir, tiny_jsonl, tmp_path / "run", *more)
     printed = capsys.readouterr().out
-    assert "4 steps of 128 tokens" in printed and "expected speed-up" in printed
+    assert "4 steps of 128 tokens" in printed and "it pays above an accept length of" in printed
     trained = {"parallel": "base", "distilled": "adapter"}
     for part in {"heads", trained.get(mode, "heads")}:
         assert re.search(rf"{part} 0\.\d+ M trained", printed), part

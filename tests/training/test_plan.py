@@ -11,19 +11,10 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from specheads.attention.tree import Tree, grow_tree
 from specheads.config import AdapterConfig, EvaluateConfig, TreeConfig
 from specheads.data.teacher_cache import readable
 from specheads.measure import calibrate as module
-from specheads.measure.calibrate import (
-    PUBLISHED,
-    assumed,
-    describe_expected,
-    expected_length,
-    published_rates,
-)
-from specheads.models.base import load_tokenizer
-from specheads.models.checkpoint import origin, save_export, set_tree
+from specheads.measure.calibrate import describe_expected
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.training import plan as plan_module
@@ -219,65 +210,20 @@ def test_totals_of_a_run(tmp_path: Path) -> None:
     assert export_bytes(lora, [planned(0, 9)], parts) == 4 * 126
 
 
-def test_published_accuracies_are_met() -> None:
-    """Ranks that do not add up to the published top-5 promise what no head has shown."""
-    rates = published_rates(6)
-    for rate, (top1, top5) in zip(rates, PUBLISHED, strict=False):
-        assert rate[0] == top1
-        assert sum(rate[:5]) == pytest.approx(top5)
-        assert rate == sorted(rate, reverse=True)
-    assert rates[5] == rates[4]
-
-
-def test_expected_length_is_that_of_random_guesses() -> None:
-    """Counting a node without its parents promises more than any decoder accepts."""
-    rates = [[0.5, 0.2], [0.4, 0.3, 0.1]]
-    tree = Tree.from_choices([(0,), (1,), (0, 0), (0, 2), (1, 1)])
-    generator = torch.Generator().manual_seed(0)
-    total, draws = 0, 20_000
-    for first, second in torch.rand(draws, 2, generator=generator).tolist():
-        hit = 0 if first < 0.5 else 1 if first < 0.7 else 9
-        then = 0 if second < 0.4 else 1 if second < 0.7 else 2 if second < 0.8 else 9
-        total += 1 + ((hit,) in tree.choices) + ((hit, then) in tree.choices)
-    assert expected_length(tree, rates) == pytest.approx(total / draws, abs=0.02)
-    assert expected_length(tree, rates) == pytest.approx(1 + 0.5 + 0.2 + 0.2 + 0.05 + 0.06)
-    assert expected_length(Tree.from_choices([(7,)]), rates) == 1.0  # nobody knows that rank
-
-
-def test_the_tree_at_hand(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """Heads that were measured must not be judged by figures of another model."""
-    evaluate = EvaluateConfig(num_nodes=5)
-    tree, length, source = assumed(3, TreeConfig(), evaluate)
-    grown, expected = grow_tree(published_rates(3), 5)
-    assert tree == grown and length == pytest.approx(expected) and "Vicuna-7B" in source
-    assert assumed(3, TreeConfig(num_nodes=7), evaluate)[0].num_nodes == 7
-    choices = [[0], [0, 0]]
-    tree, length, _ = assumed(3, TreeConfig(choices=choices), evaluate)
-    assert length == pytest.approx(1 + 0.56 + 0.56 * 0.316)
-    heads = MedusaHeads(3, 1, 32, 272)
-    tree, start = Tree.from_choices([(0,), (1,), (0, 0)]), str(tmp_path / "export")
-    tokenizer = load_tokenizer(str(tiny_model_dir))
-    save_export(start, heads, tokenizer, tree, origin(str(tiny_model_dir), {}))
-    tree, length, source = assumed(3, TreeConfig(), evaluate, start)
-    assert tree.num_nodes == 4 and "Vicuna-7B" in source
-    set_tree(start, tree, None, {"acceptance": [0.5, 0.125, 0.25]})
-    tree, length, source = assumed(3, TreeConfig(), evaluate, start)
-    assert (tree.num_nodes, length) == (4, 1.875) and source.startswith("as measured")
-    _, length, source = assumed(3, TreeConfig(choices=[[0], [0, 1]]), evaluate, start)
-    assert length == 1.5 and source.startswith("at least, as measured")
-
-
-def test_a_slow_machine_is_warned_about(
+def test_what_a_verify_step_costs_is_clocked(
     tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever trains for a night wants to know before that it cannot pay."""
+    """Whoever trains for a night wants to know before what the heads must reach to pay."""
     output = output_layer(tiny_llama)
     heads = MedusaHeads(3, 1, 32, 272)
     heads.init_from_output(output.weight)
     prompts = [torch.full((1, 3), 7), torch.full((1, 9), 8)]
-    evaluate, tree = EvaluateConfig(max_new_tokens=12, num_nodes=4), TreeConfig()
-    given = (tiny_llama, heads, output, prompts, tree, evaluate)
-    assert "a verify step of 4 nodes costs" in describe_expected(*given)  # really clocked
+    evaluate = EvaluateConfig(max_new_tokens=12, num_nodes=4)
+
+    def told(tree: TreeConfig) -> str:
+        return describe_expected(tiny_llama, heads, output, prompts, tree, evaluate)
+
+    assert "a verify step of 4 nodes costs" in told(TreeConfig())  # really clocked
     seen: list[int] = []
 
     def runner(base: Any, drafter: Any, ids: torch.Tensor, **_: Any) -> Any:
@@ -285,10 +231,7 @@ def test_a_slow_machine_is_warned_about(
 
     monkeypatch.setattr(module, "runner", runner)
     monkeypatch.setattr(module, "clock_steps", lambda runs, repeats: [[1.0] * 3, [4.0, 2.5, 3.0]])
-    text = describe_expected(*given)
-    _, length, _ = assumed(3, tree, evaluate)
-    assert seen == [9, 9] and f"expected speed-up {length / 3:.2f}" in text
-    assert "4 nodes costs 3.00 plain steps here (2.50 to 4.00)" in text
-    assert "\nwarning: expected speed-up 0.6" in text
-    monkeypatch.setattr(module, "clock_steps", lambda runs, repeats: [[1.0], [1.1]])
-    assert "warning" not in describe_expected(*given)
+    text = told(TreeConfig(num_nodes=7))
+    assert seen == [9, 9] and text.endswith("it pays above an accept length of 3.00")
+    assert "7 nodes costs 3.00 plain steps here (2.50 to 4.00)" in text
+    assert "3 nodes" in told(TreeConfig(choices=[[0], [0, 0]]))
