@@ -24,8 +24,8 @@ from transformers.utils import is_flash_attn_2_available
 
 from specheads.config import DTYPES, ConfigError
 from specheads.models import manifest
+from specheads.models.layer_step import pack_model
 from specheads.models.names import resolve_name
-from specheads.models.packed import pack_linears
 from specheads.models.quantize import bnb_config, check_own_quantization, prepare_quantized
 from specheads.system import hardware
 
@@ -140,7 +140,7 @@ def load_base_model(
     model.eval().requires_grad_(False)
     if not device_map:
         model.to(device)
-        pack_linears(model)
+        pack_model(model)
     return model
 
 

@@ -39,9 +39,10 @@ from transformers import PreTrainedModel
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import Embed
 from specheads.models.blocks import Markov, ZeroLinear, normalised
-from specheads.models.head_cache import RowCache, Slots, last_places, rotated, rows_at
+from specheads.models.head_cache import RowCache, Slots, last_places, rows_at
 from specheads.models.heads import Steps
 from specheads.models.kinds import Begin
+from specheads.models.layer_step import LayerStep, rotated
 from specheads.models.output import OutputLayer, layers_of
 from specheads.models.packed import product
 from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, attended
@@ -111,46 +112,8 @@ class BlockLayer(TappedLayer):
             join: puts the slots' own keys and values [B, H, Q, h] behind those of the text.
             mask: [B, 1, Q or 1, T + Q], true where a slot may look; None where it may everywhere.
         """
-
-        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return attended(queries, *join(keys, values), mask)
-
+        attend = partial(_beside, join, mask)
         return self.run(x, self.input_layernorm(x), waves, attend)
-
-
-class BlockStep:
-    """A layer as decoding runs it: one product for queries, keys and values, one for the MLP's two.
-
-    Made of the weights as they are now, in which those of the norms are multiplied. For the few
-    rows of a block starting an operation costs as much as its work.
-    """
-
-    def __init__(self, layer: BlockLayer) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        weights = [cast(Tensor, attention[f"{name}_proj"].weight) for name in "qkv"]
-        self.read = product(torch.cat(weights) * layer.input_layernorm.weight)
-        self.width, self.epsilon = layer.width, layer.input_layernorm.eps
-        self.num_heads = [len(weight) // layer.width for weight in weights]  # G * H, H, H
-        turned = zip("qk", self.num_heads, strict=False)
-        norms = [cast(Tensor, attention[f"{n}_norm"].weight).expand(size, -1) for n, size in turned]
-        self.norms = torch.cat(norms)[None, :, None]  # [1, G * H + H, 1, h]
-        inner = [cast(Tensor, mlp[f"{name}_proj"].weight) for name in ("gate", "up")]
-        self.inner = product(torch.cat(inner) * layer.post_attention_layernorm.weight)
-        self.out, self.down = attention["o_proj"], mlp["down_proj"]
-
-    def __call__(self, x: Tensor, waves: Tensor, join: Join, mask: Tensor | None) -> Tensor:
-        """Return what :meth:`BlockLayer.forward` does, for the same arguments."""
-        made = self.read(self._normed(x)).unflatten(-1, (-1, self.width)).transpose(1, 2)
-        queries, keys, _ = self.num_heads
-        turned = rotated(self._normed(made[:, : queries + keys]) * self.norms, waves[:, :, None])
-        joined = join(turned[:, queries:], made[:, queries + keys :])
-        read = attended(turned[:, :queries], *joined, mask)
-        x = x + self.out(read.transpose(1, 2).flatten(2))
-        gate, up = self.inner(self._normed(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
-
-    def _normed(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], eps=self.epsilon)
 
 
 class BlockHeads(TappedHeads):
@@ -358,7 +321,8 @@ class BlockHeads(TappedHeads):
         """Return the cache of rows of which nothing was read yet."""
         parts = [layer.self_attn[n].weight for n in ("k_proj", "v_proj") for layer in self.layers]
         slots = Slots(self.num_inner, self._table)
-        made, steps = product(torch.cat(parts)), tuple(map(BlockStep, self.layers))
+        made, epsilon = product(torch.cat(parts)), self.form.rms_norm_eps
+        steps = tuple(LayerStep(layer, layer.width, epsilon) for layer in self.layers)
         return BlockCache(slots, (0,) * num_rows, self, self.required(embed), made, steps)
 
 
@@ -376,7 +340,7 @@ class BlockCache(RowCache):
     heads: BlockHeads
     embed: Embed
     product: Callable[[Tensor], Tensor]
-    steps: tuple[BlockStep, ...]
+    steps: tuple[LayerStep, ...]
 
     @torch.no_grad()
     def append(self, hidden: Tensor, counts: Sequence[int], tokens: Tensor) -> tuple[Self, Tensor]:
@@ -420,8 +384,15 @@ class BlockCache(RowCache):
                 visible &= every >= ends - heads.form.window
             mask = visible[:, None, None]
         for step, cache in zip(self.steps, self.slots.layers, strict=True):
-            x = step(x, waves, cache.update, mask)  # until something is written over them
+            x = step(x, waves, partial(_beside, cache.update, mask))
         return replace(self, lengths=lengths), heads.finished(x[:, None])[:, :, 0]
+
+
+def _beside(
+    join: Join, mask: Tensor | None, queries: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Return what slots read of the text and of each other."""
+    return attended(queries, *join(keys, values), mask)
 
 
 def _behind(text: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

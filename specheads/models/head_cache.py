@@ -27,7 +27,9 @@ from transformers import PreTrainedConfig
 
 from specheads.attention.cache import RowEnds, TreeLayer, grown_capacity
 from specheads.models.base import Embed
+from specheads.models.layer_step import rotated
 from specheads.models.manifest import first_line
+from specheads.models.packed import Kept
 
 _JOINT = 16  # positions; beyond, queries that nobody asks about are not computed
 _SPAN = 512  # positions that attend at once: bounds the mask of a long prompt
@@ -189,12 +191,6 @@ class Stack:
         together = found[0] if len(found) == 1 else torch.cat(found, dim=3)
         together = together.unflatten(1, (len(self.out), -1))  # [B, n, H, G, positions, h]
         return together.permute(1, 0, 4, 2, 3, 5).reshape(len(self.out), -1, self.out.shape[2])
-
-
-def rotated(x: Tensor, waves: Tensor) -> Tensor:
-    """Rotate x [..., h] by the waves [2, ..., h] of its positions, cosines and signed sines."""
-    cos, sin = waves.to(x.dtype)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def _product(weight: Tensor, x: Tensor, added: Tensor | None) -> Tensor:
@@ -429,8 +425,7 @@ class LayerCache(RowCache):
 
 
 Copies = tuple[tuple[Stack, ...], Callable[[int], Tensor]]  # and what makes their waves
-# of modules that do not learn, with the state of their tensors when they were copied
-_kept: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], Copies]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
 
 
 def _copies(owner: nn.Module, groups: Groups, rotary: nn.Module) -> Copies:
@@ -444,14 +439,8 @@ def _copies(owner: nn.Module, groups: Groups, rotary: nn.Module) -> Copies:
         stacks = tuple(map(Stack, groups))
         return stacks, lru_cache(maxsize=None)(partial(_waves, rotary, stacks[0].down))
 
-    tensors = list(owner.parameters())
-    if any(each.requires_grad or each.is_inference() for each in tensors):
-        return copied()
-    state = [(each.data_ptr(), each._version) for each in (*tensors, *rotary.buffers())]
-    known = _kept.get(owner)
-    if known is None or known[0] != state:
-        known = _kept[owner] = state, copied()
-    return known[1]
+    tensors = [*owner.parameters(), *rotary.buffers()]
+    return cast(Copies, _kept.setdefault(owner, Kept()).of(tensors, copied))
 
 
 def _waves(rotary: nn.Module, like: Tensor, capacity: int) -> Tensor:

@@ -51,7 +51,7 @@ from specheads.models.head_cache import LayerCache, Slots, attention_of, odd_num
 from specheads.models.kinds import Begin, Heads
 from specheads.models.manifest import one_line
 from specheads.models.output import FINAL, TRUNK, OutputLayer, final_norm, layers_of
-from specheads.models.packed import KeptProduct
+from specheads.models.packed import Kept, product
 from specheads.system.errors import check, one_of
 
 
@@ -214,7 +214,7 @@ class MtpHeads(nn.Module, Heads):
         self.rotary_emb = type(like.rotary_emb)(config=config)
         for module in self.layers.modules():
             like._init_weights(module)
-        self._product = KeptProduct()
+        self._kept = Kept()
         self._checked = False  # whether a LayerCache was seen to compute what the layers do
         # the same masks in forward and backward; without dropout nothing is drawn
         self._draws = any(value for key, value in vars(config).items() if "drop" in key)
@@ -460,7 +460,8 @@ class MtpHeads(nn.Module, Heads):
         @torch.no_grad()
         def refresh() -> Begin:
             # nodes are a slice of a level's, which torch would multiply by copying the matrix
-            shared = self._product.of(output.weight) if self.one_matrix else None
+            weight = output.weight
+            shared = self._kept.of([weight], partial(product, weight)) if self.one_matrix else None
 
             def logits(i: int, made: Tensor) -> Tensor:
                 if shared is not None:

@@ -14,9 +14,10 @@ much memory as the weights.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -51,29 +52,26 @@ class PackedLinear(nn.Linear):
     counter. It is made again where the weight was replaced, moved or written to since.
     """
 
-    _packed: tuple[tuple[int, int], Tensor] | None = None
+    _packed: tuple[tuple[int, int], Callable[[Tensor], Tensor]] | None = None
     _cached = False  # whether all weights of its model fit into the processor's cache
 
     def forward(self, input: Tensor) -> Tensor:  # the name that torch gives it
         """Map [..., in] to [..., out]."""
         own = self._parameters  # as attributes they are looked for elsewhere first
         weight, bias = cast(Tensor, own["weight"]), own["bias"]
-        if torch.compiler.is_compiling() or _left_to_mkl(input):
+        if torch.compiler.is_compiling():
             return F.linear(input, weight, bias)
         if torch.is_grad_enabled() or weight.requires_grad:
             self._packed = None
             return super().forward(input)
-        if input.dtype != weight.dtype or not _is_ours(weight):
+        if input.dtype != weight.dtype or not is_ours(weight):
             return super().forward(input)
-        transposed = self._cached and weight.dtype == torch.float32
-        if transposed and input.numel() > _MOST_CACHED_ROWS * self.in_features:
-            return super().forward(input)
-        state = _state(weight)
-        if self._packed is None or self._packed[0] != state:
+        now = state(weight)
+        if self._packed is None or self._packed[0] != now:
             if input.numel() > MOST_ROWS * self.in_features:
                 return super().forward(input)
-            self._packed = state, weight.t().contiguous() if transposed else _laid_out(weight)
-        return _multiplied(input, self._packed[1], bias)
+            self._packed = now, product(weight, bias, cached=self._cached)
+        return self._packed[1](input)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is copied with the layer: the copy has no storage that could be."""
@@ -92,7 +90,7 @@ def pack_linears(module: nn.Module) -> None:
     """
     linears = (part for part in module.modules() if isinstance(part, nn.Linear))
     layers = [each for each in linears if type(each).forward is nn.Linear.forward]
-    layers = [each for each in layers if _is_ours(each.weight) and each.weight.numel() > _SMALL]
+    layers = [each for each in layers if is_ours(each.weight) and each.weight.numel() > _SMALL]
     size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
     if size <= MOST_MEMORY * _physical_memory():
         for layer in layers:
@@ -109,62 +107,76 @@ def drop_packed(module: nn.Module) -> None:
             part._packed = None
 
 
-def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
+def product(
+    weight: Tensor, bias: Tensor | None = None, *, cached: bool = False
+) -> Callable[[Tensor], Tensor]:
     """Return the map from [..., in] to the product with ``weight`` [out, in], which stays as it is.
 
     What it maps may have another dtype than the weight, and forms no gradient.
+
+    Args:
+        weight: [out, in].
+        bias: [out], added to it.
+        cached: all weights of the model together fit into the processor's cache.
     """
     weight = weight.detach()
+
+    def unpacked(x: Tensor) -> Tensor:
+        return F.linear(x.to(weight.dtype), weight, bias)
+
     if not (weight.is_cpu and _has_kernel(weight.dtype)) or weight.numel() <= _SMALL:
-        return lambda x: F.linear(x.to(weight.dtype), weight)
-    packed = _laid_out(weight)
+        return unpacked
+    if cached and weight.dtype == torch.float32:
+        turned, most = weight.t().contiguous(), _MOST_CACHED_ROWS * weight.shape[1]
 
-    def multiply(x: Tensor) -> Tensor:
+        def transposed(x: Tensor) -> Tensor:
+            if x.numel() > most or _left_to_mkl(x):
+                return unpacked(x)
+            found = x.to(weight.dtype) @ turned
+            return found if bias is None else found + bias
+
+        return transposed
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _FEW_ROWS)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def laid_out(x: Tensor) -> Tensor:
         x = x.to(weight.dtype)
-        return F.linear(x, weight) if _left_to_mkl(x) else _multiplied(x, packed, None)
+        return unpacked(x) if _left_to_mkl(x) else multiply(x, packed, bias, "none", [], "")
 
-    return multiply
+    return laid_out
 
 
-class KeptProduct:
-    """The :func:`product` with a weight, or some of its rows, made once while it stays as it is.
+def product_with(weight: Tensor, rows: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """Return the :func:`product` with ``weight`` [out, in], or with its rows ``rows``."""
+    if rows is not None:  # of a whole table, indexing takes seven times as long on a CPU
+        weight = weight.index_select(0, rows.to(weight.device))
+    return product(weight)
 
-    As in :class:`PackedLinear`, a weight that learns is laid out anew for every text.
+
+class Kept:
+    """What was made of some tensors, kept while they stay as they are.
+
+    Of tensors that learn it is made anew every time, as in :class:`PackedLinear`.
     """
 
     def __init__(self) -> None:
-        self._of: tuple[Tensor, Tensor | None, list[Any]] | None = None
-        self._made: Callable[[Tensor], Tensor]
+        self._known: tuple[Sequence[Tensor], list[Any], Any] | None = None
 
-    def of(self, weight: Tensor, rows: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """Return the map with ``weight`` [out, in], or with its rows ``rows``."""
-        sources = [weight] if rows is None else [weight, rows]
-        learns = any(each.requires_grad or each.is_inference() for each in sources)
-        state = [] if learns else [_num_dropped, *map(_state, sources)]
-        known = self._of
-        if known is None or known[0] is not weight or known[1] is not rows or known[2] != state:
-            # of a whole table, indexing takes seven times as long on a CPU
-            chosen = weight if rows is None else weight.index_select(0, rows.to(weight.device))
-            self._made = product(chosen)
-            self._of = None if learns else (weight, rows, state)
-        return self._made
+    def of(self, sources: Sequence[Tensor], make: Callable[[], Any]) -> Any:
+        """Return what ``make`` makes of ``sources``, or made of them before."""
+        if any(each.requires_grad or each.is_inference() for each in sources):
+            return make()
+        now, known = [_num_dropped, *map(state, sources)], self._known
+        if known is None or known[1] != now or any(map(operator.is_not, known[0], sources)):
+            self._known = known = sources, now, make()
+        return known[2]
 
     def __reduce__(self) -> Any:
-        """Return what copies are made by: they know nothing yet."""
-        return KeptProduct, ()
+        """Return what copies are made by: they know nothing yet, and what is packed has no copy."""
+        return Kept, ()
 
 
-def _laid_out(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _FEW_ROWS)
-
-
-def _multiplied(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    if packed.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-    return x @ packed if bias is None else x @ packed + bias
-
-
-def _state(weight: Tensor) -> tuple[int, int]:
+def state(weight: Tensor) -> tuple[int, int]:
     """Return what changes where a tensor moves or is written to, but by a fused optimizer."""
     return weight.data_ptr(), weight._version
 
@@ -178,7 +190,8 @@ def _has_kernel(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _is_ours(weight: Tensor) -> bool:
+def is_ours(weight: Tensor) -> bool:
+    """Say whether a weight is one that may be packed."""
     # what was made in inference mode counts no writes
     return weight.is_cpu and not weight.is_inference() and _has_kernel(weight.dtype)
 

@@ -20,14 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specheads.models.blocks import ZeroLinear
-from specheads.models.head_cache import rotated
 from specheads.models.kinds import Heads
+from specheads.models.layer_step import Attend, rotated
 from specheads.models.output import FINAL, LAYER, OutputLayer, final_norm
-from specheads.models.packed import KeptProduct
+from specheads.models.packed import Kept, product_with
 from specheads.system.errors import at_least, check, one_of
-
-# from queries [B, G * H, Q, h] and the new keys and values [B, H, Q, h] to what the queries read
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -258,7 +255,7 @@ class TappedHeads(nn.Module, Heads):
         self.output = nn.ModuleDict()
         if "shared" not in lm_head:
             self.output["lm_head"] = nn.Linear(hidden_size, self.num_outputs, bias=False)
-        self._product = KeptProduct()
+        self._kept = Kept()
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -310,7 +307,9 @@ class TappedHeads(nn.Module, Heads):
         """Return a function from what ``contextual`` makes [..., d] to products [..., V']."""
         own = "shared" not in self.lm_head
         weight = self.shared_rows(output.weight) if own else output.weight
-        return torch.no_grad()(self._product.of(weight, None if own else self.token_map))
+        sources = [weight] if own or self.token_map is None else [weight, self.token_map]
+        made = self._kept.of(sources, lambda: product_with(*sources))
+        return torch.no_grad()(made)
 
     def _table(self, capacity: int) -> Tensor:
         return self.form.waves(torch.arange(capacity, device=self.fc.weight.device))

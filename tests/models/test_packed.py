@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from specheads.models import adapters, packed
 from specheads.models.blocks import ZeroLinear
-from specheads.models.packed import KeptProduct, PackedLinear, pack_linears, product
+from specheads.models.packed import Kept, PackedLinear, pack_linears, product, product_with
 
 LAYOUTS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "cached": torch.float32}
 
@@ -184,11 +184,12 @@ def test_a_kept_product_is_that_of_the_weight_as_it_is(
     torch.manual_seed(0)
     layer, rows = nn.Linear(96, 160, bias=False, dtype=dtype), torch.arange(0, 160, 2)
     layer.requires_grad_(False)
-    kept, x = KeptProduct(), torch.randn(5, 1, 96)
+    kept, x = Kept(), torch.randn(5, 1, 96)
 
     def right() -> bool:
         expected = nn.functional.linear(x.double(), layer.weight.detach()[rows].double())
-        found = kept.of(layer.weight, rows)(x).double()
+        sources = [layer.weight, rows]
+        found = kept.of(sources, lambda: product_with(*sources))(x).double()
         return torch.allclose(found, expected, rtol=2e-2, atol=1e-1)
 
     assert right() and right()
@@ -201,8 +202,12 @@ def test_a_kept_product_is_that_of_the_weight_as_it_is(
 def test_a_product_is_kept_and_not_copied() -> None:
     """Prevents laying out megabytes for every text, and heads' copies that share what one made."""
     weight, rows = torch.randn(160, 96, dtype=torch.bfloat16), torch.arange(80)
-    kept = KeptProduct()
-    made = kept.of(weight, rows)
-    assert kept.of(weight, rows) is made
-    assert kept.of(weight) is not made
-    assert copy.deepcopy(kept).of(weight, rows) is not made
+    kept = Kept()
+
+    def of(kept: Kept, *sources: Tensor) -> Callable[[Tensor], Tensor]:
+        return cast(Callable[[Tensor], Tensor], kept.of(sources, lambda: product_with(*sources)))
+
+    made = of(kept, weight, rows)
+    assert of(kept, weight, rows) is made
+    assert of(kept, weight) is not made
+    assert of(copy.deepcopy(kept), weight, rows) is not of(kept, weight, rows)

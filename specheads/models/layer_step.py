@@ -1,0 +1,177 @@
+"""A decoder layer as decoding runs it: few rows, for which to start an operation takes its time.
+
+One product makes queries, keys and values, one the two parts of the MLP, and little stands between
+them. Of a base's layers those run so that are built as Llama's, Mistral's and Qwen's, with the same
+bits as transformers gives in bfloat16; other kinds stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from specheads.models.packed import MOST_ROWS, Kept, PackedLinear, is_ours, pack_linears, product
+
+# from queries [B, G * H, Q, h] and the new keys and values [B, H, Q, h] to what the queries read
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+_KINDS, _NUM_PRODUCTS = ("llama", "mistral", "qwen2", "qwen3"), 7
+
+
+class LayerStep:
+    """A layer with its weights as they are now.
+
+    Args:
+        layer: with parts called as Llama's are, and norms of queries and keys, or none.
+        width: h, of a head.
+        epsilon: of all norms.
+        activate: the MLP's activation.
+        cached: see :func:`specheads.models.packed.product`.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        width: int,
+        epsilon: float,
+        activate: Callable[[Tensor], Tensor] = F.silu,
+        *,
+        cached: bool = False,
+    ) -> None:
+        attention, mlp = cast(Any, layer.self_attn), cast(Any, layer.mlp)
+        read = [getattr(attention, f"{name}_proj") for name in "qkv"]
+        self.num_heads = [part.out_features // width for part in read]  # G * H, H, H
+        self.width, self.epsilon, self.activate = width, epsilon, activate
+        self.before = cast(Any, layer.input_layernorm).weight
+        self.within = cast(Any, layer.post_attention_layernorm).weight
+        self.norms: Tensor | None = None  # [1, G * H + H, 1, h]
+        if hasattr(attention, "q_norm"):
+            norms = zip((attention.q_norm, attention.k_norm), self.num_heads, strict=False)
+            turned = [norm.weight.expand(size, -1) for norm, size in norms]
+            self.norms = torch.cat(turned)[None, :, None]
+
+        def joined(*parts: nn.Linear) -> Callable[[Tensor], Tensor]:
+            if len(parts) == 1:
+                return product(parts[0].weight, parts[0].bias, cached=cached)
+            weights, biases = ([getattr(p, name) for p in parts] for name in ("weight", "bias"))
+            bias = None if biases[0] is None else torch.cat(biases)
+            return product(torch.cat(weights), bias, cached=cached)
+
+        self.read, self.out = joined(*read), joined(attention.o_proj)
+        self.inner, self.down = joined(mlp.gate_proj, mlp.up_proj), joined(mlp.down_proj)
+
+    def __call__(self, x: Tensor, waves: Tensor, attend: Attend) -> Tensor:
+        """Return the residual stream [B, Q, d] behind the layer.
+
+        Args:
+            x: [B, Q, d], before it.
+            waves: [2, B or 1, Q, h], cosines, and sines with their sign, of the positions.
+            attend: looks at more than the new keys and values, or at less.
+        """
+        made = self.read(self._normed(x) * self.before).unflatten(-1, (-1, self.width))
+        queries, keys, size = self.num_heads
+        turned, values = made.transpose(1, 2).split([queries + keys, size], dim=1)
+        if self.norms is not None:
+            turned = self._normed(turned) * self.norms
+        turned = rotated(turned, waves[:, :, None])
+        found = attend(turned[:, :queries], turned[:, queries:], values)
+        x = x + self.out(found.transpose(1, 2).flatten(2))
+        gate, up = self.inner(self._normed(x) * self.within).chunk(2, dim=-1)
+        return x + self.down(self.activate(gate) * up)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=self.epsilon)
+
+
+def rotated(x: Tensor, waves: Tensor) -> Tensor:
+    """Rotate x [..., h] by the waves [2, ..., h] of its positions, cosines and signed sines."""
+    cos, sin = waves.to(x.dtype)
+    # two products and a sum, each rounded, as transformers does it in 16 bits
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
+class SteppedLayer:
+    """What stands before the class of a base's layer and computes the same, where nothing learns.
+
+    Before every pass it looks at the layer's parts: they may have been replaced, as by an adapter,
+    or written to.
+    """
+
+    _kept: Kept  # its step
+
+    def forward(self, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+        """Do what the layer does; transformers gives all but the hidden states by name."""
+        layer = cast(Any, self)
+        memory, waves = given.get("past_key_values"), given.get("position_embeddings")
+        if (
+            args
+            or memory is None
+            or waves is None
+            or torch.compiler.is_compiling()
+            or torch.is_grad_enabled()
+            or layer.self_attn.config._attn_implementation != "sdpa"
+            or hidden_states.numel() > MOST_ROWS * hidden_states.shape[-1]
+            or (step := self._as_it_is()) is None
+        ):
+            return cast(Tensor, super().forward(hidden_states, *args, **given))  # type: ignore[misc]
+        attention, mask = layer.self_attn, given.get("attention_mask")
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            keys, values = memory.update(keys, values, attention.layer_idx)
+            found = ALL_ATTENTION_FUNCTIONS["sdpa"](
+                attention, queries, keys, values, mask, dropout=0.0, scaling=attention.scaling
+            )
+            return cast(Tensor, found[0]).transpose(1, 2)
+
+        return step(hidden_states, _signed(*waves), attend)
+
+    def _as_it_is(self) -> LayerStep | None:
+        """Return the step of the weights as they are; None where they learn or are not packed."""
+        layer = cast(Any, self)
+        attention, mlp = layer.self_attn, layer.mlp
+        parts = [part for each in (layer, attention, mlp) for part in each._modules.values()]
+        held = [p for part in parts for p in part._parameters.values() if p is not None]
+        hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        if hooked or any(each.requires_grad for each in held):
+            return None
+
+        def made() -> LayerStep | None:
+            packed = [part for part in parts if type(part) is PackedLinear and is_ours(part.weight)]
+            if len(packed) < _NUM_PRODUCTS:
+                return None
+            width, epsilon = attention.head_dim, layer.input_layernorm.variance_epsilon
+            return LayerStep(layer, width, epsilon, mlp.act_fn, cached=packed[0]._cached)
+
+        return cast(LayerStep | None, self._kept.of(held, made))
+
+
+@lru_cache(maxsize=1)
+def _signed(cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the waves of a pass, whose layers are all given the same tensors."""
+    half = sin.shape[-1] // 2
+    return torch.stack([cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)])
+
+
+@cache
+def _stepped(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (SteppedLayer, kind), {})
+
+
+def pack_model(model: nn.Module) -> None:
+    """Let a base on a CPU multiply with packed weights and run its layers as :class:`LayerStep`.
+
+    Args:
+        model: where and as it will be used; changed in place.
+    """
+    pack_linears(model)
+    for part in model.modules():
+        kind: type[nn.Module] = type(part)
+        places = [f"transformers.models.{each}.modeling_{each}" for each in _KINDS]
+        if kind.__module__ in places and kind.__name__.endswith("DecoderLayer"):
+            cast(Any, part).__class__ = _stepped(kind)
+            cast(Any, part)._kept = Kept()
