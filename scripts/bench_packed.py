@@ -1,17 +1,17 @@
-"""Measure passes on a CPU with packed weights beside the same ones as torch keeps them.
+"""Measure a base's passes on a CPU as specheads runs them beside those of torch and transformers.
 
     python scripts/bench_packed.py --base smollm2 --out packed.json
     python scripts/bench_packed.py --base smollm2 --dtype float32 --out packed_float32.json
 
 Passes over one token, over trees and over a batch's rows, with a cache, in turn; the ratio is the
-median over pairs of neighbouring calls. Whether their logits have the same bits is said beside. On
-a machine that is not idle the times mean nothing.
+median over pairs of neighbouring calls. Whether their logits have the same bits is said beside, and
+what the base's products alone take, each linear layer's as torch multiplies. On a machine that is
+not idle the times mean nothing.
 """
 
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,8 +58,15 @@ def unpacked(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy that multiplies as torch does."""
     other = copy.deepcopy(model)
     for layer in [each for each in other.modules() if isinstance(each, PackedLinear)]:
-        layer.forward = partial(nn.Linear.forward, layer)  # type: ignore[method-assign]
+        layer.__class__ = nn.Linear  # layers of others run as transformers has them
     return other
+
+
+def products_of(model: PreTrainedModel, num_rows: int) -> Callable[[], Any]:
+    """Return what multiplies so many rows with the weight of every linear layer."""
+    weights = [each.weight for each in model.modules() if isinstance(each, nn.Linear)]
+    inputs = {w.shape[1]: torch.randn(num_rows, w.shape[1], dtype=w.dtype) for w in weights}
+    return lambda: [nn.functional.linear(inputs[w.shape[1]], w) for w in weights]
 
 
 @torch.inference_mode()
@@ -78,14 +85,18 @@ def compare(
         return lambda: each.verify(tokens, tree)
 
     plain, packed = (each.verify(tokens, tree) for each in passes.values())
-    clocked = take_turns({name: one(each) for name, each in passes.items()}, given.calls, warmup=3)
-    before, after = (clocked[name]["seconds"] for name in passes)
+    turns = {name: one(each) for name, each in passes.items()}
+    turns["products"] = products_of(models["torch"], num_rows * num_nodes)
+    clocked = take_turns(turns, given.calls, warmup=3)
+    before, after, alone = (clocked[name]["seconds"] for name in turns)
     return {
         "rows": num_rows,
         "nodes": num_nodes,
         "torch_ms": {key: 1e3 * value for key, value in spread(before).items()},
         "packed_ms": {key: 1e3 * value for key, value in spread(after).items()},
+        "products_ms": {key: 1e3 * value for key, value in spread(alone).items()},
         "ratio": spread([b / a for a, b in zip(before, after, strict=True)]),
+        "of_products": spread([b / a for a, b in zip(alone, after, strict=True)]),
         "same_bits": torch.equal(plain, packed),
     }
 
@@ -106,6 +117,7 @@ def main() -> None:
         print(
             f"rows {num_rows:3d}, nodes {num_nodes:3d}: {line['torch_ms']['median']:7.1f} ms,"
             f" packed {line['packed_ms']['median']:7.1f} ms, ratio {line['ratio']['median']:.2f},"
+            f" {line['of_products']['median']:.2f} of the products alone,"
             f" {'same' if line['same_bits'] else 'OTHER'} bits",
             flush=True,
         )

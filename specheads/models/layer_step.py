@@ -173,5 +173,5 @@ def pack_model(model: nn.Module) -> None:
         kind: type[nn.Module] = type(part)
         places = [f"transformers.models.{each}.modeling_{each}" for each in _KINDS]
         if kind.__module__ in places and kind.__name__.endswith("DecoderLayer"):
-            cast(Any, part).__class__ = _stepped(kind)
+            cast(Any, part).__class__ = _stepped(cast(Any, kind))
             cast(Any, part)._kept = Kept()
