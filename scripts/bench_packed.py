@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import harness
 import torch
@@ -58,7 +58,7 @@ def unpacked(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy that multiplies as torch does."""
     other = copy.deepcopy(model)
     for layer in [each for each in other.modules() if isinstance(each, PackedLinear)]:
-        layer.__class__ = nn.Linear  # layers of others run as transformers has them
+        cast(Any, layer).__class__ = nn.Linear  # and so layers run as transformers has them
     return other
 
 
