@@ -321,7 +321,7 @@ class BlockHeads(TappedHeads):
         """Return the cache of rows of which nothing was read yet."""
         parts = [layer.self_attn[n].weight for n in ("k_proj", "v_proj") for layer in self.layers]
         slots = Slots(self.num_inner, self._table)
-        made, epsilon = product(torch.cat(parts)), self.form.rms_norm_eps
+        made, epsilon = product(*parts), self.form.rms_norm_eps
         steps = tuple(LayerStep(layer, layer.width, epsilon) for layer in self.layers)
         return BlockCache(slots, (0,) * num_rows, self, self.required(embed), made, steps)
 

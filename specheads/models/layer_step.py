@@ -20,7 +20,8 @@ from specheads.models.packed import MOST_ROWS, Kept, PackedLinear, is_ours, pack
 
 # from queries [B, G * H, Q, h] and the new keys and values [B, H, Q, h] to what the queries read
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-_KINDS, _NUM_PRODUCTS = ("llama", "mistral", "qwen2", "qwen3"), 7
+_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_NUM_PRODUCTS = 7  # of a layer
 
 
 class LayerStep:
@@ -56,11 +57,8 @@ class LayerStep:
             self.norms = torch.cat(turned)[None, :, None]
 
         def joined(*parts: nn.Linear) -> Callable[[Tensor], Tensor]:
-            if len(parts) == 1:
-                return product(parts[0].weight, parts[0].bias, cached=cached)
-            weights, biases = ([getattr(p, name) for p in parts] for name in ("weight", "bias"))
-            bias = None if biases[0] is None else torch.cat(biases)
-            return product(torch.cat(weights), bias, cached=cached)
+            biases = [part.bias for part in parts]
+            return product(*(part.weight for part in parts), biases=biases, cached=cached)
 
         self.read, self.out = joined(*read), joined(attention.o_proj)
         self.inner, self.down = joined(mlp.gate_proj, mlp.up_proj), joined(mlp.down_proj)
@@ -110,7 +108,6 @@ class SteppedLayer:
         memory, waves = given.get("past_key_values"), given.get("position_embeddings")
         if (
             args
-            or memory is None
             or waves is None
             or torch.compiler.is_compiling()
             or torch.is_grad_enabled()
@@ -122,7 +119,8 @@ class SteppedLayer:
         attention, mask = layer.self_attn, given.get("attention_mask")
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            keys, values = memory.update(keys, values, attention.layer_idx)
+            if memory is not None:
+                keys, values = memory.update(keys, values, attention.layer_idx)
             found = ALL_ATTENTION_FUNCTIONS["sdpa"](
                 attention, queries, keys, values, mask, dropout=0.0, scaling=attention.scaling
             )

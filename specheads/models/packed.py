@@ -70,7 +70,7 @@ class PackedLinear(nn.Linear):
         if self._packed is None or self._packed[0] != now:
             if input.numel() > MOST_ROWS * self.in_features:
                 return super().forward(input)
-            self._packed = now, product(weight, bias, cached=self._cached)
+            self._packed = now, product(weight, biases=[bias], cached=self._cached)
         return self._packed[1](input)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,49 +108,39 @@ def drop_packed(module: nn.Module) -> None:
 
 
 def product(
-    weight: Tensor, bias: Tensor | None = None, *, cached: bool = False
+    *weights: Tensor, biases: Sequence[Tensor | None] = (), cached: bool = False
 ) -> Callable[[Tensor], Tensor]:
-    """Return the map from [..., in] to the product with ``weight`` [out, in], which stays as it is.
+    """Return the map from [..., in] to the products with weights, side by side, [..., out].
 
-    What it maps may have another dtype than the weight, and forms no gradient.
+    The weights stay as they are. What it maps may have another dtype, and forms no gradient.
 
     Args:
-        weight: [out, in].
-        bias: [out], added to it.
+        *weights: [out_i, in] each.
+        biases: [out_i] each, or None for all; empty for none.
         cached: all weights of the model together fit into the processor's cache.
     """
-    weight = weight.detach()
+    apart = list(zip((w.detach() for w in weights), biases or [None] * len(weights), strict=True))
+    given = [bias for _, bias in apart if bias is not None]
+    weight = apart[0][0] if len(apart) == 1 else torch.cat([each for each, _ in apart])
+    bias = torch.cat(given) if given else None
+    dtype = weight.dtype
+    if not (weight.is_cpu and _has_kernel(dtype)) or weight.numel() <= _SMALL:
+        return lambda x: F.linear(x.to(dtype), weight, bias)
+    turned, most = cached and dtype == torch.float32, _MOST_CACHED_ROWS * weight.shape[1]
+    reorder, multiply = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
+    packed = weight.t().contiguous() if turned else reorder(weight.contiguous(), _FEW_ROWS)
 
-    def unpacked(x: Tensor) -> Tensor:
-        return F.linear(x.to(weight.dtype), weight, bias)
+    def multiplied(x: Tensor) -> Tensor:
+        x = x.to(dtype)
+        if _left_to_mkl(x) or (turned and x.numel() > most):
+            # of the weights themselves: a joint one would be a copy more to keep
+            found = [F.linear(x, *each) for each in apart]
+            return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        if not turned:
+            return cast(Tensor, multiply.default(x, packed, bias, "none", [], ""))
+        return x @ packed if bias is None else x @ packed + bias
 
-    if not (weight.is_cpu and _has_kernel(weight.dtype)) or weight.numel() <= _SMALL:
-        return unpacked
-    if cached and weight.dtype == torch.float32:
-        turned, most = weight.t().contiguous(), _MOST_CACHED_ROWS * weight.shape[1]
-
-        def transposed(x: Tensor) -> Tensor:
-            if x.numel() > most or _left_to_mkl(x):
-                return unpacked(x)
-            found = x.to(weight.dtype) @ turned
-            return found if bias is None else found + bias
-
-        return transposed
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _FEW_ROWS)
-    multiply = torch.ops.mkldnn._linear_pointwise.default
-
-    def laid_out(x: Tensor) -> Tensor:
-        x = x.to(weight.dtype)
-        return unpacked(x) if _left_to_mkl(x) else multiply(x, packed, bias, "none", [], "")
-
-    return laid_out
-
-
-def product_with(weight: Tensor, rows: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """Return the :func:`product` with ``weight`` [out, in], or with its rows ``rows``."""
-    if rows is not None:  # of a whole table, indexing takes seven times as long on a CPU
-        weight = weight.index_select(0, rows.to(weight.device))
-    return product(weight)
+    return multiplied
 
 
 class Kept:

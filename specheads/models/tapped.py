@@ -23,7 +23,7 @@ from specheads.models.blocks import ZeroLinear
 from specheads.models.kinds import Heads
 from specheads.models.layer_step import Attend, rotated
 from specheads.models.output import FINAL, LAYER, OutputLayer, final_norm
-from specheads.models.packed import Kept, product_with
+from specheads.models.packed import Kept, product
 from specheads.system.errors import at_least, check, one_of
 
 
@@ -305,10 +305,9 @@ class TappedHeads(nn.Module, Heads):
     @torch.no_grad()
     def own_products(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
         """Return a function from what ``contextual`` makes [..., d] to products [..., V']."""
-        own = "shared" not in self.lm_head
-        weight = self.shared_rows(output.weight) if own else output.weight
-        sources = [weight] if own or self.token_map is None else [weight, self.token_map]
-        made = self._kept.of(sources, lambda: product_with(*sources))
+        sources = [cast(Tensor, each.weight) for each in self.output.values()] or [output.weight]
+        sources += [] if self.token_map is None else [self.token_map]
+        made = self._kept.of(sources, lambda: product(self.shared_rows(output.weight)))
         return torch.no_grad()(made)
 
     def _table(self, capacity: int) -> Tensor:
