@@ -7,8 +7,9 @@ quarters of its time and one over a tree's nodes less than two thirds, with the 
 (``scripts/bench_packed.py``). In float32 torch asks MKL, whose products of four rows and more take
 two to four times as long as those of up to three; packed they hardly take longer, with other bits.
 Where all weights of a model lie in the processor's cache, oneDNN's packed products in float32 take
-as long as MKL's, and those with a transposed copy three quarters of it. The second copy needs as
-much memory as the weights.
+as long as MKL's, and those with a transposed copy three quarters of it. All this is so on Intel's
+processors; on AMD's oneDNN is faster with any number of rows. The second copy needs as much memory
+as the weights.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specheads.system.hardware import is_amd
+
 # The copies may take this part of the machine's memory.
 MOST_MEMORY = 1 / 8
 # A pass over more rows than these does not lay weights out: it gains little, and may be the only
@@ -34,7 +37,8 @@ MOST_ROWS = 256
 _SMALL = 16**3
 # What oneDNN is told of the number of rows, which decides the layout; others may follow.
 _FEW_ROWS = 16
-# In float32, MKL's products of fewer rows take no longer, so a plain step stays as it is.
+# In float32 on Intel's processors, MKL's products of fewer rows take no longer, so a plain step
+# stays as it is. On AMD's they take half as long again and more.
 _FEWEST_FLOAT32_ROWS = 4
 # Weights of a model in float32 of at most so many bytes together lie in the cache of a processor.
 _CACHED = 32 * 2**20
@@ -126,7 +130,8 @@ def product(
     dtype = weight.dtype
     if not (weight.is_cpu and _has_kernel(dtype)) or weight.numel() <= _SMALL:
         return lambda x: F.linear(x.to(dtype), weight, bias)
-    turned, most = cached and dtype == torch.float32, _MOST_CACHED_ROWS * weight.shape[1]
+    turned = cached and dtype == torch.float32 and not is_amd()
+    most = _MOST_CACHED_ROWS * weight.shape[1]
     reorder, multiply = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
     packed = weight.t().contiguous() if turned else reorder(weight.contiguous(), _FEW_ROWS)
 
@@ -188,7 +193,8 @@ def is_ours(weight: Tensor) -> bool:
 
 def _left_to_mkl(x: Tensor) -> bool:
     """Say whether rows [..., in] are so few that MKL multiplies them as fast."""
-    return x.dtype == torch.float32 and x.numel() < _FEWEST_FLOAT32_ROWS * x.shape[-1]
+    few = x.numel() < _FEWEST_FLOAT32_ROWS * x.shape[-1]
+    return few and x.dtype == torch.float32 and not is_amd()
 
 
 def _physical_memory() -> int:

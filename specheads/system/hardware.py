@@ -118,6 +118,12 @@ def has_native_bfloat16() -> bool:
 
 
 @lru_cache
+def is_amd() -> bool:
+    """Say whether AMD made this processor, for which MKL chooses slower kernels."""
+    return "AMD" in (_cpu_lines().get("vendor_id") or platform.processor())
+
+
+@lru_cache
 def faster_dtype(device: torch.device, *, rows: int = 512, width: int = 1024) -> torch.dtype:
     """Return the dtype, float32 or bfloat16, in which many rows at a time are multiplied faster.
 
