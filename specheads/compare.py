@@ -7,16 +7,11 @@ the speed-up on other prompts, and recommends one of them, or none. Writes compa
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specheads.config import CompareConfig, ConfigError
 from specheads.config.main import answer, answers_json, hydra_main
 from specheads.system.files import check_folder
-
-if TYPE_CHECKING:
-    from specheads.decoding.exported import Subject
-    from specheads.measure.clock import Prompt
 
 
 @answers_json
@@ -29,6 +24,7 @@ def run(config: CompareConfig) -> None:
     import json
 
     from specheads.decoding.exported import load_subject
+    from specheads.measure.clock import digest_of, two_sets
     from specheads.measure.drafts import compare_drafts, format_compared, sampling_of
     from specheads.measure.render import disturbance_lines
     from specheads.models.base import input_device
@@ -41,12 +37,19 @@ def run(config: CompareConfig) -> None:
     trust = config.trust_remote_code
     _check_tokenizers(config)
     subject = load_subject(config.model, dtype=dtype, device=device, trust_remote_code=trust)
-    prompts, measured, digests = chosen_prompts(config, subject)
+    prompts, measured = two_sets(config, config.model, subject.base, subject.tokenizer)
+    if not measured:
+        raise ConfigError(
+            f"{config.prompts} leaves no prompts to measure on beside the {len(prompts)} that alpha"
+            f" is measured on: num_prompts is {config.num_prompts}, num_measured"
+            f" {config.num_measured}"
+        )
     options: dict[str, Any] = {"tokenizer": subject.tokenizer, "where": "candidates"}
     options |= {"dtype": dtype, "device": input_device(subject.base), "trust_remote_code": trust}
     drafts = {name: load_draft(name, **options) for name in config.candidates}
     before = hardware.environment(device)
     found = compare_drafts(subject, drafts, prompts, measured, config)
+    digests = {"prompts_sha256": digest_of(prompts), "measured_sha256": digest_of(measured)}
     shown = {**asdict(config), **digests, "threads": threads}
     shown |= {"dtype": str(dtype).removeprefix("torch."), "sampling": sampling_of(config)}
     place = before | found.pop("disturbance")
@@ -81,41 +84,6 @@ def _check_tokenizers(config: CompareConfig) -> None:
         except ConfigError as error:
             raise ConfigError(str(error).replace("model.name=", "candidates=")) from None
         check_same_tokenizer(own, other, f"candidates={name}")
-
-
-def chosen_prompts(
-    config: CompareConfig, subject: Subject
-) -> tuple[list[Prompt], list[Prompt], dict[str, str]]:
-    """Return prompts to predict on, others to measure on, and the sha256 of each file's.
-
-    Raises:
-        ConfigError: if there are not enough of them.
-    """
-    from specheads.measure.clock import prompt_file, prompts_of
-
-    def read(path: Path, number: int) -> list[Prompt]:
-        found, digests[f"sha256_{path.name}"] = prompts_of(
-            subject.base, subject.tokenizer, path, number, config.max_new_tokens
-        )
-        return found
-
-    digests: dict[str, str] = {}
-    if config.prompts:
-        path = Path(config.prompts)
-        every = read(path, config.num_prompts + config.num_measured)
-        first, others = every[: config.num_prompts], every[config.num_prompts :]
-    else:
-        first = read(prompt_file("", config.model, "calibration.jsonl"), config.num_prompts)
-        path = prompt_file("", config.model, "prompts.jsonl")
-        others = read(path, config.num_measured)
-    known = {tuple(prompt.input_ids[0].tolist()) for prompt in first}
-    others = [each for each in others if tuple(each.input_ids[0].tolist()) not in known]
-    if not others:
-        raise ConfigError(
-            f"{path} leaves no prompts to measure on beside the {len(first)} that alpha is measured"
-            f" on: num_prompts is {config.num_prompts}, num_measured {config.num_measured}"
-        )
-    return first, others, digests
 
 
 def main() -> None:

@@ -76,17 +76,13 @@ def run(config: SpecBenchConfig) -> None:
         found[name] = [each for each in file.answers.values() if each["question_id"] in asked]
     if not found["drafted"]:
         raise ConfigError(f"none of the {len(questions)} questions fits the base model's context")
-    details = suites.read_details(files["drafted"].details_path)
-    against = Path(config.baseline or f"{config.answers}/{plain}.jsonl")
     rows = suites.score(
         found["drafted"],
         baseline or found.get("plain", []),
         lambda text: len(tokenizer(text, verbose=False).input_ids),
-        details,
-        suites.read_details(suites.details_of(against)),  # an earlier run of ours has them too
     )
     written = {name: str(file.path) for name, file in files.items()}
-    limits = [min(row["limit"]) for row in details.values()]
+    limits = [min(each[suites.OURS]["limit"]) for each in found["drafted"]]
     result = {
         "environment": {**hardware.environment(device), "contention": others},
         "settings": {**asdict(config), **shared, "threads": threads, "drafter": "+".join(names)},

@@ -9,21 +9,15 @@ model loops, and a tree made for loops is made for nothing else.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from specheads.config import ConfigError, TreeSearchConfig
+from specheads.config import TreeSearchConfig
 from specheads.config.main import answer, answers_json, hydra_main
 from specheads.system.files import check_folder
 from specheads.system.terminal import progress_bar
-
-if TYPE_CHECKING:
-    from specheads.measure.clock import Prompt
-    from specheads.models.checkpoint import Export
 
 
 @answers_json
@@ -31,6 +25,7 @@ def run(config: TreeSearchConfig) -> None:
     """Load, measure, print, write."""
     from specheads.formats import card
     from specheads.measure import calibrate
+    from specheads.measure.clock import digest_of, two_sets
     from specheads.measure.hits import Texts
     from specheads.measure.plots import tree_svg, tree_text
     from specheads.models.base import end_tokens
@@ -43,7 +38,7 @@ def run(config: TreeSearchConfig) -> None:
     device, dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
     on: dict[str, Any] = {"dtype": dtype, "device": device, "other_base": config.other_base}
     export = load_export(config.checkpoint, base=config.base or None, **on)
-    calibration, measured, digest = choose_prompts(config, export)
+    calibration, measured = two_sets(config, config.checkpoint, export.base, export.tokenizer)
     base, temperatures = export.base, sorted({config.temperature, 1.0})
     ids, ends = [each.input_ids for each in calibration], end_tokens(base, export.tokenizer)
     texts = Texts(ids, ends, config.max_new_tokens, temperatures, config.seed)
@@ -51,11 +46,10 @@ def run(config: TreeSearchConfig) -> None:
     bar = _bar("calibrate")
     found = calibrate.calibrate(base, export.heads, output_layer(base), texts, sizes, progress=bar)
     tree, length = found.tree, found.expected_accept_length
-    measured_on = {**found.measured_on, "prompts_sha256": digest}
+    measured_on = {**found.measured_on, "prompts_sha256": digest_of(calibration)}
     if measured:
         unseen = replace(texts, prompts=[each.input_ids for each in measured])
-        names = "".join(sorted(map(sha256_of, measured)))
-        about = {"num_prompts": len(measured), "prompts_sha256": _sha256(names)}
+        about = {"num_prompts": len(measured), "prompts_sha256": digest_of(measured)}
         checked = calibrate.check_expected(export, found, unseen, _bar)
         measured_on["measured"] = about | checked
     set_tree(config.checkpoint, tree, length, measured_on)
@@ -73,51 +67,8 @@ def run(config: TreeSearchConfig) -> None:
         print("its card now says what this search expects; specheads bench card=true measures it")
 
 
-def choose_prompts(
-    config: TreeSearchConfig, export: Export
-) -> tuple[list[Prompt], list[Prompt], str]:
-    """Return the prompts to calibrate on, others to measure on, and the sha256 of the former.
-
-    Both come from the user's one file where only ``prompts`` is given. A prompt whose tokens are
-    those of a calibration prompt is never measured, whatever it is called.
-
-    Raises:
-        ConfigError: if a file of prompts to measure holds none that is not calibrated on.
-    """
-    from specheads.measure.clock import prompt_file, prompts_of
-
-    def read(path: Path, number: int) -> tuple[list[Prompt], str]:
-        return prompts_of(export.base, export.tokenizer, path, number, config.max_new_tokens)
-
-    path = prompt_file(config.prompts, config.checkpoint, "calibration.jsonl")
-    calibration, digest = read(path, config.num_prompts)
-    if not config.num_measured:
-        return calibration, [], digest
-    if config.prompts:
-        others = read(path, config.num_prompts + config.num_measured)[0][config.num_prompts :]
-    else:
-        path = prompt_file("", config.checkpoint, "prompts.jsonl")
-        others, _ = read(path, config.num_measured)
-    known = {sha256_of(prompt) for prompt in calibration}
-    measured = [prompt for prompt in others if sha256_of(prompt) not in known]
-    if len(measured) < len(others):
-        print(f"{len(others) - len(measured)} prompts of {path} are calibrated on: not measured")
-    if not (measured or config.prompts):
-        raise ConfigError(f"{path} holds no prompt but those that are calibrated on")
-    return calibration, measured, digest
-
-
 def _bar(name: str) -> Callable[[Sequence[int]], Any]:
     return lambda items: progress_bar("batch", iterable=items, desc=f"{name}: ")
-
-
-def sha256_of(prompt: Prompt) -> str:
-    """Return the hash of a prompt's tokens."""
-    return _sha256(json.dumps(prompt.input_ids[0].tolist()))
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def main() -> None:

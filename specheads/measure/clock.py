@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads.config import ConfigError
+from specheads.config import CompareConfig, ConfigError, TreeSearchConfig
 from specheads.data.chat import Encoder
 from specheads.data.suites import prompt_records
 from specheads.decoding.result import DecodedRow, pad_left
@@ -173,8 +173,13 @@ def read_prompts(
     if not ordered:
         raise ConfigError(f"{path} has no prompt of at most {max_length} tokens")
     chosen = ordered[:num_prompts]
-    content = [[prompt.id, prompt.kind, prompt.input_ids[0].tolist()] for prompt in chosen]
-    return chosen, hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return chosen, digest_of(chosen)
+
+
+def digest_of(prompts: Sequence[Prompt]) -> str:
+    """Return the sha256 of prompts: their names, kinds and tokens."""
+    content = [[prompt.id, prompt.kind, prompt.input_ids[0].tolist()] for prompt in prompts]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 @torch.inference_mode()
@@ -323,6 +328,39 @@ def prompts_of(
         )
     longest = context - max_new_tokens
     return read_prompts(path, tokenizer, num_prompts, max_length=longest, device=base.device)
+
+
+def two_sets(
+    config: CompareConfig | TreeSearchConfig,
+    checkpoint: str,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Return ``num_prompts`` prompts to learn from, and up to ``num_measured`` others to check on.
+
+    Both come from the user's one file where there is one. A prompt whose tokens are those of one
+    that is learnt from is never checked on, whatever it is called.
+
+    Raises:
+        ConfigError: as :func:`prompts_of`, or if a file made to check on holds no others.
+    """
+
+    def read(path: Path, number: int) -> list[Prompt]:
+        return prompts_of(base, tokenizer, path, number, config.max_new_tokens)[0]
+
+    path = prompt_file(config.prompts, checkpoint, "calibration.jsonl")
+    every = read(path, config.num_prompts + (config.num_measured if config.prompts else 0))
+    learnt, others = every[: config.num_prompts], every[config.num_prompts :]
+    if config.num_measured and not config.prompts:
+        path = prompt_file("", checkpoint, "prompts.jsonl")
+        others = read(path, config.num_measured)
+    known = {tuple(prompt.input_ids[0].tolist()) for prompt in learnt}
+    unseen = [prompt for prompt in others if tuple(prompt.input_ids[0].tolist()) not in known]
+    if len(unseen) < len(others):
+        print(f"{len(others) - len(unseen)} prompts of {path} are calibrated on: not measured")
+    if others and not unseen and not config.prompts:
+        raise ConfigError(f"{path} holds no prompt but those that are calibrated on")
+    return learnt, unseen
 
 
 def now(device: torch.device) -> float:

@@ -513,9 +513,6 @@ def format_compared(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *result["advice"], *result["warnings"]])
 
 
-RULE_OF_THUMB = (5.0, 10.0)  # how many times smaller than its base a draft model should be
-
-
 def _speedup(candidate: Mapping[str, Any]) -> float:
     return float(candidate["measured"]["speedup"])
 
@@ -546,11 +543,10 @@ def advice(candidates: Sequence[Mapping[str, Any]], best: str | None, sampling: 
             f"{best}: decode.draft={best} decode.draft_tokens={taken['num_tokens']}"
             f" decode.draft_sampling={sampling}, measured at {measured}"
         )
-    low, high = RULE_OF_THUMB
     factor = taken["times_smaller"]
     rule = (
-        f"rule of thumb: {low:g} to {high:g} times smaller than the base. This one is"
-        f" {factor:.1f} times smaller; a pass of it costs"
+        f"rule of thumb: 5 to 10 times smaller than the base. This one is {factor:.1f} times"
+        " smaller; a pass of it costs"
         f" {figure(taken['c'], '.2f', 'an unknown number of')} plain steps where its size alone"
         f" would say {1 / factor:.2f}, and alpha is {taken['alpha']:.2f}"
     )
@@ -560,12 +556,4 @@ def advice(candidates: Sequence[Mapping[str, Any]], best: str | None, sampling: 
             f"c of {', '.join(unknown)} is unmeasured: longer drafts were clocked as no dearer than"
             " shorter ones, which cannot be; measure again on a quiet machine"
         )
-    if len(candidates) > 1:
-        by_size = sorted(candidates, key=lambda each: float(each["times_smaller"]))
-        listed = (
-            f"{each['name']} {each['times_smaller']:.1f}x smaller, {_speedup(each):.2f}x"
-            + (" (within the rule)" if low <= each["times_smaller"] <= high else "")
-            for each in by_size
-        )
-        lines.append(f"by size, largest first: {', '.join(listed)}")
     return lines

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -23,11 +23,12 @@ import torch
 from tqdm import tqdm
 
 from specheads.config import ConfigError, DecodeConfig, dtype_name, export_of
+from specheads.config.commands import TextSettings
 from specheads.data.rendering import render
-from specheads.decoding.generate import SpecDecoder, ending
-from specheads.measure.clock import pad_left
+from specheads.decoding.conversation import text_of
+from specheads.decoding.generate import SpecDecoder, decode_many
 from specheads.measure.quality import log_likelihood, logits_at
-from specheads.models.base import context_length, end_tokens, input_device
+from specheads.models.base import context_length, end_tokens
 from specheads.models.forward import groups_by_side
 from specheads.models.support import tree_support
 from specheads.system import hardware
@@ -37,9 +38,10 @@ from specheads.system.terminal import stop
 NAME = "specheads"
 # names that tasks give the limit, and what else they may ask a generation for
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_OTHERS = ("repetition_penalty", "no_repeat_ngram_size")
-Plan = tuple[int, list[str], dict[str, Any]]  # limit, stop strings, sampling
+_OTHERS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size",
+)  # fmt: skip
+Plan = tuple[TextSettings, list[str]]  # limit and sampling, and stop strings
 _UNLIMITED = 1 << 20  # context of a model that does not say
 # what --model_args may name beside the keys of decode
 _ARGUMENTS = {
@@ -95,7 +97,6 @@ class _Methods:
         )
         assert self.decoder.tokenizer is not None
         self.base, self.tokenizer = self.decoder.base, self.decoder.tokenizer
-        self._device = input_device(self.base)
         self._max_gen_toks, self._seed = int(given["max_gen_toks"]), int(given["seed"])
         self._about = {"checkpoint": checkpoint, "decode": decode}
         context, length = context_length(self.base) or _UNLIMITED, int(given["max_length"])
@@ -121,7 +122,7 @@ class _Methods:
             ValueError: for a continuation that is no token, or longer than the context.
         """
         scores = (self._score(*self._split(*request.args)) for request in requests)
-        return self._run("loglikelihood", requests, disable_tqdm, enumerate(scores))
+        return self._run("loglikelihood", requests, disable_tqdm, scores)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -131,7 +132,7 @@ class _Methods:
         Every token is predicted once; the last window reaches back as far as it can.
         """
         scores = (self._score_whole(*request.args) for request in requests)
-        return self._run("loglikelihood_rolling", requests, disable_tqdm, enumerate(scores))
+        return self._run("loglikelihood_rolling", requests, disable_tqdm, scores)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue contexts with the drafter, each as its settings say.
@@ -143,18 +144,15 @@ class _Methods:
             ConfigError: for settings that this decoder does not have.
         """
 
-        def write() -> Iterator[tuple[int, str]]:
+        def write() -> Iterator[str]:
             asked = [request.args for request in requests]
             plans = [_plan(settings, self._max_gen_toks) for _, settings in asked]
-            order = sorted(range(len(asked)), key=lambda n: repr(plans[n]))
-            for _, alike in groupby(order, lambda n: repr(plans[n])):
-                every = sorted(alike)
-                _, _, drawn = plan = plans[every[0]]
-                sampled = bool(drawn["temperature"])
-                for numbers in _batches(every, self._batch_size, sampled=sampled):
-                    contexts = [asked[n][0] for n in numbers]
-                    continued = self._generate(contexts, plan, self._seed + numbers[0])
-                    yield from zip(numbers, continued, strict=True)
+            for plan, alike in groupby(range(len(asked)), plans.__getitem__):
+                numbers = list(alike)
+                for i in range(0, len(numbers), self._batch_size):
+                    batch = numbers[i : i + self._batch_size]
+                    contexts = [asked[n][0] for n in batch]
+                    yield from self._generate(contexts, plan, self._seed + batch[0])
 
         return self._run("generate_until", requests, disable_tqdm, write())
 
@@ -193,13 +191,13 @@ class _Methods:
         return {**self._about, "accept_length": mean, "num_steps": steps}
 
     def _run(
-        self, kind: str, requests: Sequence[Any], quiet: bool, numbered: Iterable[tuple[int, Any]]
+        self, kind: str, requests: Sequence[Any], quiet: bool, answers: Iterable[Any]
     ) -> list[Any]:
-        """Return the answers to all requests, which come with the requests' numbers."""
-        found = dict(tqdm(numbered, total=len(requests), unit="request", disable=quiet or None))
-        for number, request in enumerate(requests):
-            self.cache_hook.add_partial(kind, request.args, found[number])  # type: ignore[attr-defined]
-        return [found[number] for number in range(len(requests))]
+        """Return the answers to all requests, which come in their order."""
+        found = list(tqdm(answers, total=len(requests), unit="request", disable=quiet or None))
+        for request, answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial(kind, request.args, answer)  # type: ignore[attr-defined]
+        return found
 
     def encode(self, text: str) -> list[int]:
         """Return a text's ids, with what the tokenizer puts before it unless the text has it."""
@@ -243,34 +241,21 @@ class _Methods:
         windows = rolling_windows(ids, self._first_token(), self._max_length)
         return sum(self._score(before, after)[0] for before, after in windows)
 
-    def _generate(self, contexts: Sequence[str], plan: Plan, seed: int) -> list[str]:
-        limit, until, settings = plan
+    def _generate(self, contexts: Sequence[str], plan: Plan, seed: int) -> Iterator[str]:
+        settings, until = plan
+        limit = settings.max_new_tokens
         room = self._max_length - limit
         if room < 1:
             raise ConfigError(
                 f"a task asks for {limit} new tokens, but the model's context is {self._max_length}"
             )
         rows = [self.encode(context)[-room:] or [self._first_token()] for context in contexts]
-        if len(groups_by_side(self.base, [(len(r), len(r) + limit) for r in rows])) > 1:
-            alone = [self._generate([text], plan, seed + i) for i, text in enumerate(contexts)]
-            return [text for texts in alone for text in texts]
-        prompts = [torch.tensor([row], device=self._device) for row in rows]
-        input_ids, attention_mask = pad_left(prompts)
-        result = self.decoder.generate(
-            input_ids,
-            limit,
-            attention_mask=attention_mask,
-            stop_strings=until or None,
-            seed=seed,
-            **ending(self.decoder),
-            **settings,
-        )
-        self._lengths += [length for row in result.rows for length in row.accept_lengths]
-        tokens = [row.new_tokens for row in result.rows]
-        texts = self.tokenizer.batch_decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return [_before_any(text, until) for text in texts]
+        sides = groups_by_side(self.base, [(len(row), len(row) + limit) for row in rows])
+        size, drawn = len(rows) if len(sides) == 1 else 1, replace(settings, seed=seed)
+        stop = until or None
+        for row in decode_many(self.decoder, drawn, rows, limit, size, stop_strings=stop):
+            self._lengths += row.accept_lengths
+            yield _before_any(text_of(self.tokenizer, row.new_tokens), until)
 
 
 def _before_any(text: str, terms: Sequence[str]) -> str:
@@ -294,18 +279,8 @@ def rolling_windows(
         yield whole[max(0, stop - max_length) : start + 1], list(ids[start:stop])
 
 
-def _batches(numbers: Sequence[int], size: int, *, sampled: bool) -> Iterator[Sequence[int]]:
-    """Group neighbours; where texts are sampled, only requests whose seeds follow each other."""
-    runs: list[Sequence[int]] = [numbers]
-    if sampled:
-        following = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-        runs = [[number for _, number in run] for _, run in following]
-    for run in runs:
-        yield from (run[i : i + size] for i in range(0, len(run), size))
-
-
 def _plan(settings: Mapping[str, Any], max_gen_toks: int) -> Plan:
-    """Return limit, stop strings and sampling of one request."""
+    """Return limit and sampling of one request, and its stop strings."""
     given = dict(settings)
     limits = [int(given.pop(key)) for key in _LIMITS if given.get(key) is not None]
     until = given.pop("until", None) or []
@@ -314,15 +289,19 @@ def _plan(settings: Mapping[str, Any], max_gen_toks: int) -> Plan:
     temperature = float(given.get("temperature") or 0.0)
     if sampled and "temperature" not in given:
         temperature = 1.0
-    chosen: dict[str, Any] = {"temperature": 0.0 if sampled is False else temperature}
-    if chosen["temperature"]:  # transformers' own defaults would cut the distribution
-        chosen |= {"top_k": int(given.get("top_k") or 0), "top_p": float(given.get("top_p") or 1.0)}
-        if given.get("min_p"):
-            chosen["min_p"] = float(given["min_p"])
-    chosen |= {key: given[key] for key in _OTHERS if given.get(key) is not None}
-    if unknown := sorted(given.keys() - {*_LIMITS, *_SAMPLING, *_OTHERS}):
+    if unknown := sorted(given.keys() - {*_LIMITS, *_OTHERS}):
         raise ConfigError(f"a task asks generation for {unknown[0]}, which this decoder has not")
-    return limits[0] if limits else max_gen_toks, [term for term in until if term], chosen
+    drawn = TextSettings(
+        checkpoint="",
+        max_new_tokens=limits[0] if limits else max_gen_toks,
+        temperature=0.0 if sampled is False else temperature,
+        top_k=int(given.get("top_k") or 0),  # transformers' own defaults would cut the distribution
+        top_p=float(given.get("top_p") or 1.0),
+        min_p=float(given.get("min_p") or 0.0),
+        repetition_penalty=float(given.get("repetition_penalty") or 1.0),
+        no_repeat_ngram_size=int(given.get("no_repeat_ngram_size") or 0),
+    )
+    return drawn, [term for term in until if term]
 
 
 def _typed(key: str, value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 A line of an answer file holds ``question_id``, ``category``, ``answer_id``, ``model_id``,
 ``choices`` and ``tstamp``; a choice ``index``, and per turn ``turns`` (texts), ``decoding_steps``,
-``new_tokens`` and ``wall_time``, and over all turns ``accept_lengths``. The format has no place for
-more, so what else there is to know of an answer lies in ``details/`` beside it.
+``new_tokens`` and ``wall_time``, and over all turns ``accept_lengths``. What else there is to know
+of an answer of ours stands behind them under a key of its own, ``specheads``.
 
 Scores are Spec-Bench's own and corrected ones. Its speed.py (hemingkx/Spec-Bench) takes a method's
 tokens from ``new_tokens``, but counts the baseline's anew, in its texts, less one per turn; and it
@@ -35,17 +35,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, SpecBenchConfig
 from specheads.data.readers import json_lines
+from specheads.data.schema import differences
 from specheads.data.suites import Question, QuestionPrompts
 from specheads.decoding.generate import SpecDecoder, TooLongError, ending, room
 from specheads.measure.clock import now
 from specheads.measure.render import Columns, estimate, figure, interval, make_table
 from specheads.measure.rows import Work, accept_length_ci95, mean_accept_length, ratio_ci95, speed
 from specheads.models.base import input_device
-from specheads.system.files import write_whole
+from specheads.system.files import cut_torn_line, write_whole
 from specheads.system.terminal import progress_bar
 
 Answer = dict[str, Any]  # a line of an answer file
 
+OURS = "specheads"  # key of what Spec-Bench's format has no place for
 _NO_LIMIT = 1 << 30  # bytes of a line
 _SCORED = ("turns", "new_tokens", "wall_time", "accept_lengths")  # speed.py reads no more
 
@@ -78,12 +80,15 @@ class Turn:
 
 
 class AnswerFile:
-    """``<folder>/<model_id>.jsonl``, its settings and details, to be gone on with.
+    """``<folder>/<model_id>.jsonl``, to be gone on with; its settings stand in a .json beside it.
 
     Args:
         folder: of the answers; made where it is missing.
         model_id: name of the file.
         settings: all that decides the answers; those of an earlier run must be the same.
+
+    Attributes:
+        answers: by question.
 
     Raises:
         ConfigError: if the file was written with other settings, or not by this class.
@@ -91,34 +96,25 @@ class AnswerFile:
 
     def __init__(self, folder: Path, model_id: str, settings: Mapping[str, Any]) -> None:
         self.path, self.model_id = folder / f"{model_id}.jsonl", model_id
-        self.details_path = details_of(self.path)
-        begun = self.path.exists() and self.path.stat().st_size > 0
-        kept = folder / "details" / f"{model_id}.settings.json"
-        if begun:
+        kept = self.path.with_suffix(".json")
+        if self.path.exists() and self.path.stat().st_size > 0:
             self._check_settings(kept, settings)
-        kept.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         write_whole(kept, json.dumps(dict(settings), indent=1) + "\n")
-        for path in (self.path, self.details_path):
-            # a run that was killed has left half a line behind the last line break
-            if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
-                os.truncate(path, content.rfind(b"\n") + 1)
-        # nothing is left where it was killed within the first answer
-        kept_any = begun and self.path.stat().st_size > 0
-        self.answers = {a["question_id"]: a for a in read_answers(self.path)} if kept_any else {}
-        self.details = read_details(self.details_path)
+        cut_torn_line(self.path)
+        self.answers: dict[int | str, Answer] = {}
+        if self.path.exists() and self.path.stat().st_size > 0:
+            self.answers = {each["question_id"]: each for each in read_answers(self.path)}
 
     def _check_settings(self, path: Path, settings: Mapping[str, Any]) -> None:
         if not path.exists():
             raise ConfigError(
                 f"{self.path} holds answers of another program: give another name or folder"
             )
-        before = json.loads(path.read_text())
-        for key in sorted(before.keys() | settings.keys()):
-            if before.get(key) != settings.get(key):
-                raise ConfigError(
-                    f"{self.path} was begun with {key}={before.get(key)!r}, now it is"
-                    f" {settings.get(key)!r}: give another name or folder"
-                )
+        if others := differences(json.loads(path.read_text()), settings):
+            raise ConfigError(
+                f"{self.path} was begun with other settings: {others}; give another name or folder"
+            )
 
     def has(self, question: Question) -> bool:
         """Return whether the question is answered.
@@ -128,8 +124,7 @@ class AnswerFile:
         """
         if question.id not in self.answers:
             return False
-        known = self.details.get(question.id)
-        if known and known["question"] != question_digest(question):
+        if self.answers[question.id][OURS]["question"] != question_digest(question):
             raise ConfigError(
                 f"{self.path} answers another question {question.id!r} than the one asked now:"
                 " give another name or folder"
@@ -140,9 +135,6 @@ class AnswerFile:
         """Write an answer behind the others, at once and for good."""
         rows = [asdict(turn) for turn in turns]
         of = {key: [row[key] for row in rows] for key in rows[0]}
-        beside = ("prefill_time", "num_emitted", "num_prompt_tokens", "limit")
-        about: dict[str, Any] = {"question_id": question.id}
-        details = about | {"question": question_digest(question)} | {key: of[key] for key in beside}
         choice = {
             "index": 0,
             "turns": of["text"],
@@ -151,30 +143,26 @@ class AnswerFile:
             "wall_time": of["wall_time"],
             "accept_lengths": list(chain.from_iterable(of["accept_lengths"])),
         }
-        answer = {
-            **about,
+        more = ("prefill_time", "num_emitted", "num_prompt_tokens", "limit")
+        self.answers[question.id] = {
+            "question_id": question.id,
             "category": question.category,
             "answer_id": uuid.uuid4().hex,
             "model_id": self.model_id,
             "choices": [choice],
             "tstamp": time.time(),
+            OURS: {"question": question_digest(question), **{key: of[key] for key in more}},
         }
-        # the answer last: a question counts as answered once it is there
-        _append(self.details_path, details)
-        _append(self.path, answer)
-        self.details[question.id], self.answers[question.id] = details, answer
+        with self.path.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(self.answers[question.id]) + "\n")
+            lines.flush()
+            os.fsync(lines.fileno())
 
     def reorganise(self) -> None:
         """Sort by question, the last of several answers to one kept, as Spec-Bench does at last."""
-        for path, rows in ((self.path, self.answers), (self.details_path, self.details)):
-            if rows:
-                ordered = sorted(rows, key=lambda name: (isinstance(name, str), name))
-                write_whole(path, "".join(json.dumps(rows[name]) + "\n" for name in ordered))
-
-
-def details_of(path: Path) -> Path:
-    """Return what lies beside an answer file of ours."""
-    return path.parent / "details" / path.name
+        ordered = sorted(self.answers, key=lambda name: (isinstance(name, str), name))
+        if rows := [json.dumps(self.answers[name]) + "\n" for name in ordered]:
+            write_whole(self.path, "".join(rows))
 
 
 def question_digest(question: Question) -> str:
@@ -195,13 +183,6 @@ def read_answers(path: Path) -> list[Answer]:
     return answers
 
 
-def read_details(path: Path) -> dict[int | str, dict[str, Any]]:
-    """Read what lies beside an answer file; empty where there is nothing."""
-    rows = json_lines(path, _NO_LIMIT) if path.exists() else ()
-    found: list[Any] = [row.parse() for row in rows]
-    return {each["question_id"]: each for each in found}
-
-
 def _checked(value: object, where: str) -> Answer:
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: expected an object, got {type(value).__name__}")
@@ -217,13 +198,6 @@ def _checked(value: object, where: str) -> Answer:
     if sum(choice["wall_time"]) <= 0:
         raise ConfigError(f"{where}: choices[0].wall_time must be above 0 seconds")
     return value
-
-
-def _append(path: Path, value: object) -> None:
-    with path.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(value) + "\n")
-        lines.flush()
-        os.fsync(lines.fileno())
 
 
 def answer(
@@ -425,7 +399,6 @@ MT_BENCH = (
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 
 CountTokens = Callable[[str], int]  # ids that the tokenizer makes of a text, bos included
-Details = Mapping[int | str, Mapping[str, Any]]  # question_id -> what lies beside its answer
 
 
 def tasks_of(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
@@ -497,24 +470,17 @@ def _speeds(ours: Work, theirs: Work) -> dict[str, Any]:
     }
 
 
-def decode_only(
-    answers: Sequence[Answer],
-    baseline: Sequence[Answer],
-    details: Details,
-    details0: Details,
-) -> dict[str, Any] | None:
+def decode_only(answers: Sequence[Answer], baseline: Sequence[Answer]) -> dict[str, Any] | None:
     """Return :func:`corrected` without the prefill and the token it gives.
 
-    None where the files beside the answers do not say how long that took, or nothing but prefills
-    was done.
+    None where answers do not say how long that took, or nothing but prefills was done.
     """
+    if not all(OURS in answer for answer in (*answers, *baseline)):
+        return None
     sides: list[Work] = []
-    for each, beside in ((answers, details), (baseline, details0)):
-        if any(answer["question_id"] not in beside for answer in each):
-            return None
-        rows = [(answer, beside[answer["question_id"]]) for answer in each]
-        tokens = [float(sum(n - 1 for n in row["num_emitted"])) for _, row in rows]
-        seconds = [_sum(answer, "wall_time") - sum(row["prefill_time"]) for answer, row in rows]
+    for side in (answers, baseline):
+        tokens = [float(sum(n - 1 for n in answer[OURS]["num_emitted"])) for answer in side]
+        seconds = [_sum(each, "wall_time") - sum(each[OURS]["prefill_time"]) for each in side]
         sides.append((tokens, seconds))
     return _speeds(*sides) if all(sum(tokens) for tokens, _ in sides) else None
 
@@ -540,11 +506,7 @@ def accept_length(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def score(
-    answers: Sequence[Answer],
-    baseline: Sequence[Answer],
-    count: CountTokens,
-    details: Details,
-    details0: Details,
+    answers: Sequence[Answer], baseline: Sequence[Answer], count: CountTokens
 ) -> list[dict[str, Any]]:
     """Return a row per sub-task, and ``overall``.
 
@@ -555,8 +517,6 @@ def score(
         answers: of the method.
         baseline: of plain decoding; empty if there is none.
         count: see :func:`published`.
-        details: of the method's answers.
-        details0: of the baseline's.
 
     Returns:
         Rows with ``task``, ``num_questions``, :func:`accept_length`'s keys, ``published``,
@@ -581,7 +541,7 @@ def score(
             **accept_length(of),
             "published": published(of, against, count) if against else None,
             "corrected": corrected(both, others) if both else None,
-            "decode_only": decode_only(both, others, details, details0) if both else None,
+            "decode_only": decode_only(both, others) if both else None,
             "identical": sum(same for _, same in texts),
             "compared": len(texts),
             "different": list(dict.fromkeys(name for name, same in texts if not same)),

@@ -21,7 +21,7 @@ from typing import Any, Self
 from specheads.config import ConfigError, RunError
 from specheads.data.schema import Record, RecordError, differences
 from specheads.regeneration.dialogue import prompt_digest
-from specheads.system.files import no_room, whole_file, write_whole
+from specheads.system.files import cut_torn_line, no_room, whole_file, write_whole
 from specheads.verification.sampling import Sampler
 
 
@@ -229,23 +229,6 @@ def _locked(path: Path) -> int:
         os.close(file)
         raise
     return file
-
-
-def cut_torn_line(path: Path) -> int:
-    """Cut off what stands behind the last line break; a file that is not there has nothing.
-
-    Returns:
-        How many bytes that were.
-    """
-    if not path.exists():
-        return 0
-    with path.open("r+b") as file:
-        kept = sum(len(line) for line in file if line.endswith(b"\n"))
-        size = file.tell()
-        if kept < size:
-            file.truncate(kept)
-            os.fsync(file.fileno())
-    return size - kept
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

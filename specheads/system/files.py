@@ -200,6 +200,23 @@ def write_whole(path: Path, text: str) -> None:
         fresh.write_text(text, encoding="utf-8")
 
 
+def cut_torn_line(path: Path) -> int:
+    """Cut off what stands behind the last line break; a file that is not there has nothing.
+
+    Returns:
+        How many bytes that were.
+    """
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
+        kept = sum(len(line) for line in file if line.endswith(b"\n"))
+        size = file.tell()
+        if kept < size:
+            file.truncate(kept)
+            os.fsync(file.fileno())
+    return size - kept
+
+
 def filled(template: Path, **values: Any) -> str:
     """Return the text of a Jinja template of ours; what fills one of HTML is escaped."""
     from jinja2 import Environment, FileSystemLoader

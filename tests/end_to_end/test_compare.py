@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from specheads.compare import chosen_prompts, run
+from specheads.compare import run
 from specheads.config import CompareConfig, ConfigError
 from specheads.decoding.exported import load_subject
+from specheads.measure.clock import two_sets
 from specheads.system import hardware
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.zoo import disturbed
@@ -189,9 +190,9 @@ def test_prompts_are_predicted_on_or_measured_on(
 
     def texts(path: Path) -> tuple[list[str], list[str]]:
         config = settings_of(tiny_model_dir, candidates, path, num_prompts=3, num_measured=3)
-        found = chosen_prompts(config, subject)
+        found = two_sets(config, config.model, subject.base, subject.tokenizer)
         return tuple(  # type: ignore[return-value]
-            [bytes(each.input_ids[0].tolist()).decode() for each in part] for part in found[:2]
+            [bytes(each.input_ids[0].tolist()).decode() for each in part] for part in found
         )
 
     first, others = texts(questions)

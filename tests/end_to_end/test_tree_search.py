@@ -17,7 +17,7 @@ from specheads.config import ConfigError, TreeSearchConfig
 from specheads.drafters.contract import Drafter
 from specheads.drafters.growing import Grown
 from specheads.drafters.heads import HeadsDrafter
-from specheads.measure import calibrate
+from specheads.measure import calibrate, clock
 from specheads.measure.clock import read_prompts
 from specheads.measure.hits import (
     Gains,
@@ -179,23 +179,23 @@ def test_no_prompt_is_calibrated_and_measured_on(
     other.write_text("".join(json.dumps(record) + "\n" for record in [*copies, new]))
     shutil.copy(prompt_file, folder / "calibration.jsonl")
     config = TreeSearchConfig(checkpoint=str(folder))
-    calibration, measured, _ = tree_search.choose_prompts(config, export)
+    calibration, measured = clock.two_sets(config, config.checkpoint, export.base, export.tokenizer)
     assert [prompt.id for prompt in measured] == ["new"]
     assert len(calibration) == 6
     assert "2 prompts" in capsys.readouterr().out
     other.write_text("".join(json.dumps(record) + "\n" for record in copies))
     with pytest.raises(ConfigError, match="no prompt but those that are calibrated on"):
-        tree_search.choose_prompts(config, export)
+        clock.two_sets(config, config.checkpoint, export.base, export.tokenizer)
 
 
 def test_the_embedded_prompt_files_share_no_prompt(tiny_export: Path) -> None:
     """Every published expectation is calibrated on one of them and measured on the other."""
     export = load_export(tiny_export)
     config = TreeSearchConfig(checkpoint=str(tiny_export), num_prompts=999, num_measured=999)
-    calibration, measured, _ = tree_search.choose_prompts(config, export)
-    hashes = [set(map(tree_search.sha256_of, each)) for each in (calibration, measured)]
-    assert len(hashes[0]) >= 8 and len(hashes[1]) >= 16  # those that fit the tiny context
-    assert not hashes[0] & hashes[1]
+    calibration, measured = clock.two_sets(config, config.checkpoint, export.base, export.tokenizer)
+    texts = [{tuple(p.input_ids[0].tolist()) for p in each} for each in (calibration, measured)]
+    assert len(texts[0]) >= 8 and len(texts[1]) >= 16  # those that fit the tiny context
+    assert not texts[0] & texts[1]
 
 
 def test_a_missing_folder_is_named_before_measuring(tiny_export: Path) -> None:

@@ -354,10 +354,7 @@ def test_none_is_a_recommendation() -> None:
     assert "decode.draft=sure decode.draft_tokens=3 decode.draft_sampling=sampled" in lines[0]
     assert "5 to 10 times smaller" in lines[1] and "12.0 times smaller" in lines[1]
     assert "where its size alone would say 0.08" in lines[1]
-    assert (
-        lines[2].count("(within the rule)") == 1 and "slow 7.0x smaller, 0.80x (within" in lines[2]
-    )
-    assert not any("unmeasured" in line for line in lines)
+    assert len(lines) == 2, "sizes and speed-ups of all stand in the table; nothing is unmeasured"
     assert replace(DraftCosts(FLAT, 0.1, {1: 1.1}), draft=0.2).to_json() == {
         "c": 0.2,
         "overhead": 0.0,

@@ -76,9 +76,7 @@ def test_scores_are_those_of_the_published_formula(tmp_path: Path) -> None:
     ours, base = suite(rng, (1, 5)), suite(rng, (1, 1))
     base = base[1:]  # speed.py takes each file as it is
     paths = written(tmp_path / "ours.jsonl", ours), written(tmp_path / "base.jsonl", base)
-    rows = score(
-        read_answers(paths[0]), read_answers(paths[1]), lambda text: len(ids_of(text)), {}, {}
-    )
+    rows = score(*map(read_answers, paths), lambda text: len(ids_of(text)))
     tasks = ["mt_bench", "translation", "qa", "math_reasoning", "rag", "overall"]
     assert [row["task"] for row in rows] == tasks
     for row in rows:
@@ -125,7 +123,7 @@ def test_empty_answers_are_no_speedup() -> None:
     """A baseline that said nothing would make the method infinitely fast, or the JSON invalid."""
     silent = made(1, "qa", [{"text": "", "tokens": 0, "seconds": 1.0, "lengths": [1]}])
     spoken = made(1, "qa", [{"text": "abcd", "tokens": 2, "seconds": 1.0, "lengths": [2]}])
-    rows = score([spoken], [silent], lambda text: len(ids_of(text)), {}, {})
+    rows = score([spoken], [silent], lambda text: len(ids_of(text)))
     assert rows[0]["corrected"]["speedup"] is rows[0]["published"]["speedup"] is None
     assert "NaN" not in json.dumps(rows) and " -" in format_scores(rows)
 
@@ -177,9 +175,8 @@ def test_an_answer_file_is_gone_on_with(tmp_path: Path) -> None:
     ]  # fmt: skip
     for line in path.read_text().splitlines():
         spec_bench_formula.check_schema(line)
-    details = [json.loads(line) for line in (tmp_path / "details" / "m.jsonl").open()]
-    assert [each["num_emitted"] for each in details] == [[4], [4]]
-    with pytest.raises(ConfigError, match="was begun with temperature=0.0, now it is 0.7"):
+    assert [each["specheads"]["num_emitted"] for each in kept] == [[4], [4]]
+    with pytest.raises(ConfigError, match=r"begun with other .* temperature \(0.0 there, 0.7 here"):
         AnswerFile(tmp_path, "m", {**settings, "temperature": 0.7})
     with pytest.raises(ConfigError, match="answers another question 12"):
         AnswerFile(tmp_path, "m", settings).has(Question(12, "qa", ("another",)))

@@ -13,7 +13,8 @@ import pytest
 from specheads.config import ConfigError, RunError
 from specheads.data.schema import RecordError
 from specheads.regeneration import answers as module
-from specheads.regeneration.answers import AnswerFile, cut_torn_line
+from specheads.regeneration.answers import AnswerFile
+from specheads.system.files import cut_torn_line
 
 SETTINGS = {"model_digest": "a" * 64, "temperature": 0.0, "max_new_tokens": 8}
 
