@@ -241,7 +241,7 @@ def compare_losses(case: Mapping[str, Any]) -> dict[str, float]:
         pairs = [(grads[name], each) for name, each in theirs.items()]
         away = max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs)
         errors = {"loss": abs(ours - expected) / expected, "gradient": away}
-        if not (errors["loss"] < 1e-5 and errors["gradient"] < 1e-4):
+        if not (errors["loss"] < 1e-5 and errors["gradient"] < 1e-5):
             raise SystemExit(
                 f"not the same loss of {case['kind']}: ours {ours}, {side} {expected}, {errors}"
             )
