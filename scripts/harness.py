@@ -293,11 +293,11 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any, **environ: s
 # models
 
 
-def llama(vocab: int, hidden: int, layers: int, **more: Any) -> LlamaForCausalLM:
+def llama(vocab: int, hidden: int, layers: int, *, seed: int = 0, **more: Any) -> LlamaForCausalLM:
     """Return a random Llama, the same in every process; ``more`` are settings of its config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = {
         "vocab_size": vocab,
         "hidden_size": hidden,

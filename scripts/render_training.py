@@ -17,6 +17,13 @@ Read = Callable[[str], Any]
 
 MIB, TOPS, PARTS = 2**20, ("top1", "top5"), ("step", "base", "guesses", "loop")
 HEATS = ("t0", "t1")
+TRAINERS = ("ours", "reference", "fused")
+TRAINED = {
+    "medusa1": "Medusa-1",
+    "hydra": "Hydra",
+    "dflash": "DFlash",
+    "mtp": "MTP, with the base",
+}
 WAYS = {
     "medusa1": "Medusa-1",
     "regenerated": "... on the base's own answers",
@@ -349,20 +356,50 @@ def mtp_plain(read: Read) -> str:
 
 
 def train(read: Read) -> str:
-    """Return training beside the reference loss."""
-    lines = []
-    for row in read("train")["rows"]:
-        ratio, peak = row["speed_ratio"], ""
-        if found := row.get("allocator_peak"):
-            ours, theirs = (f"{found[side] / MIB:,.0f}" for side in ("ours", "reference"))
-            peak = f"{ours} of {theirs} MiB ({row['allocator_ratio']:.2f}x)"
+    """Return training beside reference trainers: speed and memory, then accuracy if compared."""
+    found, lines = read("train"), []
+    for row in found["rows"]:
+        peaks = row.get("allocator_peak", {})
         lines.append(
-            f"{row['allocator']} | {row['learned']:.0%} | {row['ours_tokens_per_second']:,.0f}"
-            f" | {row['reference_tokens_per_second']:,.0f}"
-            f" | {with_bounds(ratio['median'], (ratio['min'], ratio['max']), 'x')} | {peak}"
+            f"{TRAINED[row.get('kind', 'medusa1')]} | {row['allocator']} | {row['learned']:.0%}"
+            f" | {row['ours_tokens_per_second']:,.0f} | {beside(row, 'reference', 'speed_ratio')}"
+            f" | {beside(row, 'fused', 'fused_speed_ratio')}"
+            f" | {' | '.join(f'{peaks[s] / MIB:,.0f}' if s in peaks else '' for s in TRAINERS)}"
         )
-    head = "allocator | labels learned | ours, tokens/s | reference | speed (range) | peak memory"
-    return table(head, lines)
+    head = "heads | allocator | labels learned | ours, tokens/s | reference | ours over it (range)"
+    head += " | reference, fused | ours over it (range) | peak MiB, ours | reference | fused"
+    learned = found.get("accuracy")
+    return table(head, lines) + (f"\n\n{train_accuracy(learned)}" if learned else "")
+
+
+def beside(row: Bench, side: str, ratio: str) -> str:
+    """Return a reference's tokens per second, and how many times as many ours makes."""
+    if ratio not in row:
+        return " | "
+    of = row[ratio]
+    bounds = with_bounds(of["median"], (of["min"], of["max"]), "x")
+    return f"{row[f'{side}_tokens_per_second']:,.0f} | {bounds}"
+
+
+def train_accuracy(learned: Sequence[Bench]) -> str:
+    """Return top-1 of every head after as many steps of every trainer, and how far they differ."""
+    most, lines, away = max(len(each["top1"]["ours"]) for each in learned), [], 0.0
+    for each in learned:
+        ours = each["top1"]["ours"]
+        for side in TRAINERS:
+            heads = each["top1"][side]
+            shown = [spread([100 * value for value in of], 1) for of in heads.values()]
+            shown += [""] * (most - len(shown))
+            lines.append(f"{TRAINED[each['kind']]} | {side} | {' | '.join(shown)}")
+            pairs = [zip(heads[name], ours[name], strict=True) for name in ours]
+            away = max(away, *(abs(a - b) for of_head in pairs for a, b in of_head))
+    head = " | ".join(f"head {i + 1}" for i in range(most))
+    one = learned[0]
+    return (
+        f"{table(f'heads | trained by | {head}', lines)}\n\nHeld-out top-1 in percent after"
+        f" {one['steps']} steps, means of {len(one['seeds'])} seeds and their range; with the same"
+        f" seed no trainer's head is more than {100 * away:.2f} points from ours."
+    )
 
 
 def features(read: Read) -> str:

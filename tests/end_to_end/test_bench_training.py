@@ -15,11 +15,14 @@ from tests.script_modules import load_script
 features: Any = load_script("bench_features")
 memory: Any = load_script("bench_memory")
 mtp: Any = load_script("bench_mtp_memory")
+references: Any = load_script("references")
+render_training: Any = load_script("render_training")
 train: Any = load_script("bench_train")
 SIZES = ["--vocab=101", "--hidden=64", "--threads=1"]
 CASE = {
-    "vocab": 101, "hidden": 64, "base_layers": 1, "num_heads": 2, "num_layers": 1, "rows": 2,
-    "seq_len": 12, "chunk_size": 0, "threads": 1, "learned": 1.0,
+    "vocab": 101, "hidden": 64, "base_layers": 5, "num_heads": 3, "num_layers": 1,
+    "block_layers": 2, "anchors": 4, "rows": 2, "seq_len": 12, "chunk_size": 0, "lr": 1e-3,
+    "threads": 1, "learned": 1.0,
 }  # fmt: skip
 
 
@@ -90,52 +93,129 @@ def test_mtp_memory_is_written(tmp_path: Path) -> None:
         assert each["seconds_vs_naive"] == pytest.approx(ratio)
 
 
-def test_ours_and_the_reference_are_timed_and_weighed(tmp_path: Path) -> None:
+def test_ours_and_references_are_timed_and_weighed(tmp_path: Path) -> None:
     """The wrong side's tokens per second, or a ratio the other way round, is published."""
     out = tmp_path / "train.json"
-    more = ["--base-layers=1", "--heads=2", "--seq-len=12", "--repeats=2", "--learned", "1"]
-    train.main([*SIZES, *more, "--allocators", "system", f"--out={out}"])
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["difference"]["loss"] < 1e-6 and row["difference"]["gradient"] < 1e-5
-    ours, theirs = (row["seconds"][side] for side in ("ours", "reference"))
-    ratios = sorted(b / a for a, b in zip(ours, theirs, strict=True))
-    spread = row["speed_ratio"]
-    assert [spread["min"], spread["max"]] == pytest.approx(ratios)
-    assert row["ours_tokens_per_second"] == pytest.approx(24 / (sum(ours) / 2))
-    assert min(row["allocator_peak"].values()) > 4 * 101 * 64 * 4 * 2, "state of two matrices"
-    assert row["allocator_ratio"] == pytest.approx(
-        row["allocator_peak"]["ours"] / row["allocator_peak"]["reference"]
+    more = ["--base-layers=2", "--heads=2", "--seq-len=12", "--repeats=2", "--learned", "1"]
+    more += ["--steps=2", "--seeds", "0", "1", "--allocators", "system", f"--out={out}"]
+    train.main([*SIZES, *more])
+    found = json.loads(out.read_text())
+    assert [row["kind"] for row in found["rows"]] == list(train.KINDS)
+    for row in found["rows"]:
+        assert row["difference"]["loss"] < 1e-6 and row["difference"]["gradient"] < 1e-5
+        for side, name in (("reference", "speed_ratio"), ("fused", "fused_speed_ratio")):
+            ours, theirs = (row["seconds"][each] for each in ("ours", side))
+            ratios = sorted(b / a for a, b in zip(ours, theirs, strict=True))
+            spread = row[name]
+            assert [spread["min"], spread["max"]] == pytest.approx(ratios)
+            assert row[f"{side}_tokens_per_second"] == pytest.approx(24 / (sum(theirs) / 2))
+        assert row["ours_tokens_per_second"] == pytest.approx(24 / (sum(ours) / 2))
+        peaks = row["allocator_peak"]
+        assert min(peaks.values()) > 2 * 101 * 64 * 4, "the base's two matrices"
+        assert row["allocator_ratio"] == pytest.approx(peaks["ours"] / peaks["reference"])
+    for each in found["accuracy"]:
+        heads = ["lm", "head_0"] if each["kind"] == "mtp" else ["head_0", "head_1"]
+        assert {side: list(of) for side, of in each["top1"].items()} == dict.fromkeys(
+            train.SIDES, heads
+        )
+    read = lambda name: found  # noqa: E731
+    page = render_training.train(read)
+    for row in found["rows"]:
+        line = f"| {render_training.TRAINED[row['kind']]} | system | 100% |"
+        assert f"{line} {row['ours_tokens_per_second']:,.0f} |" in page
+    heads = {
+        line.count("|") for line in page.splitlines() if "tokens/s" in line or "system" in line
+    }
+    assert len(heads) == 1, "as many cells as titles"
+    assert "means of 2 seeds" in page
+
+
+def test_equal_steps_learn_the_same() -> None:
+    """A side that trains on other batches, or not at all, is as accurate only by chance."""
+    case = {**CASE, "kind": "medusa1", "seq_len": 64, "lr": 1e-2}
+    first, ours, reference = (
+        train.learn(case, side, steps, 0)
+        for side, steps in (("ours", 0), ("ours", 6), ("reference", 6))
     )
+    assert ours == pytest.approx(reference, abs=0.01)
+    assert ours["head_0"] > first["head_0"] + 0.02
 
 
 @pytest.mark.parametrize("learned", [1.0, 0.5])
-def test_the_reference_is_that_of_the_paper(learned: float) -> None:
+@pytest.mark.parametrize("kind", ["medusa1", "hydra", "mtp"])
+def test_references_are_those_of_the_papers(kind: str, learned: float) -> None:
     """Another loss, or other rows, would be compared with ours as if they were the same work."""
-    reference = train.Setup({**CASE, "learned": learned}, "reference")
-    batch = reference.batch
-    logits = reference.objective.logits(batch["input_ids"])
-    assert logits.shape == (2, 2, 12, 101)
+    reference = train.Setup({**CASE, "kind": kind, "learned": learned}, "reference")
+    batch, ahead = reference.batch, reference.objective.ahead
+    logits = reference.objective.logits(batch)
+    assert len(logits) == 3 and logits[0].shape == (2, 12, 101)
     expected = torch.zeros(())
-    for i in range(2):  # one label at a time: head i at t learns the token at t + 2 + i
+    for i in range(3):  # one label at a time: head i at t learns the token at t + ahead + i
         terms = [
-            -logits[i, b, t].log_softmax(-1)[batch["labels"][b, t + 2 + i]]
+            -logits[i][b, t].log_softmax(-1)[batch["labels"][b, t + ahead + i]]
             for b in range(2)
-            for t in range(12 - 2 - i)
-            if batch["labels"][b, t + 2 + i] != IGNORE
+            for t in range(12 - ahead - i)
+            if batch["labels"][b, t + ahead + i] != IGNORE
         ]
         expected = expected + torch.stack(terms).mean()
     loss, log = reference.objective(batch)
     torch.testing.assert_close(loss, expected)
-    assert log.keys() == {f"head_{i}/{kind}" for i in range(2) for kind in ("loss", "top1")}
+    kinds = ("loss",) if kind == "mtp" else ("loss", "top1")
+    assert log.keys() == {f"head_{i}/{name}" for i in range(3) for name in kinds}
 
 
-def test_another_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("learned", [1.0, 0.5])
+def test_slots_learn_the_tokens_of_their_places(learned: float) -> None:
+    """A slot off by one learns another token on both sides of the comparison."""
+    reference = train.Setup({**CASE, "kind": "dflash", "learned": learned}, "reference")
+    batch, objective = reference.batch, reference.objective
+    labels = objective.labels(batch["labels"])
+    places = references.anchors_of(batch["input_ids"], (labels != IGNORE).any(-1).flatten(), 4)
+    logits = torch.nn.functional.linear(
+        objective.slots(batch, places), objective.base.lm_head.weight
+    )
+    expected = torch.zeros(())
+    for s in range(1, 4):  # slot 0 is the root, the token behind the anchor
+        terms = [
+            -logits[b, a, s].log_softmax(-1)[batch["labels"][b, place + 1 + s]]
+            for b in range(2)
+            for a, place in enumerate(places[b].tolist())
+            if place + 1 + s < 12 and batch["labels"][b, place + 1 + s] != IGNORE
+        ]
+        expected = expected + 0.7788**s * torch.stack(terms).mean()
+    torch.testing.assert_close(objective(batch)[0], expected)
+
+
+def other_loss(loss: Any, weight: Any) -> Any:
+    """Return another loss, with the same gradients but for a factor."""
+    return 0.8 * loss
+
+
+def other_gradient(loss: Any, weight: Any) -> Any:
+    """Return the same loss with another gradient of one weight."""
+    return loss + 1e-2 * (weight - weight.detach()).sum()
+
+
+@pytest.mark.parametrize("change", [other_loss, other_gradient])
+@pytest.mark.parametrize("side", ["reference", "fused"])
+@pytest.mark.parametrize("kind", list(train.KINDS))
+def test_another_loss_is_refused(
+    kind: str, side: str, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A speed-up over a loss that does more or other work says nothing."""
-    forward = train.Reference.forward
-    other = lambda self, batch: (0.8 * forward(self, batch)[0], {})  # noqa: E731
-    monkeypatch.setattr(train.Reference, "forward", other)
-    with pytest.raises(SystemExit, match="not the same loss"):
-        train.compare_losses(CASE)
+    trainer = train.KINDS[kind].reference
+    forward = trainer.forward
+
+    def other(self: Any, batch: Any) -> Any:
+        loss, log = forward(self, batch)
+        if self.fused == (side == "fused"):
+            loss = change(loss, next(p for p in self.heads.parameters() if p.requires_grad))
+        return loss, log
+
+    assert train.compare_losses({**CASE, "kind": kind, "learned": 0.5})["gradient"] < 1e-5
+    monkeypatch.setattr(trainer, "forward", other)
+    with pytest.raises(SystemExit, match=f"not the same loss of {kind}: .*{side}"):
+        train.compare_losses({**CASE, "kind": kind})
 
 
 @pytest.mark.parametrize("features_dtype", ["auto", "int8"])
