@@ -24,6 +24,7 @@ from specheads.models.manifest import read_provenance
 
 RUNS = {
     "smollm2": "smollm2",
+    "block": "tinyblock",
     "hydra": "hydra",
     "medusa1": "medusa1",
     "draft": "distill",
@@ -48,7 +49,7 @@ class Settings:
 
     runs: Path = Path("runs")
     out: Path = Path("data/checkpoints")
-    only: tuple[Literal["smollm2", "hydra", "medusa1", "draft", "mtp_byte"], ...] = tuple(RUNS)
+    only: tuple[Literal["smollm2", "block", "hydra", "medusa1", "draft", "mtp_byte"], ...] = tuple(RUNS)
     cards: bool = False
 
 
