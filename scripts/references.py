@@ -22,7 +22,7 @@ cross entropy, one call per head or slot, in chunks of as many rows as ours: its
 to three times as slow on a CPU. No logits are left then to count hits in.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,18 +49,16 @@ class Reference(nn.Module):
     Attributes:
         ahead: how far ahead of its position the first head guesses.
         counts_hits: top-1 is logged.
+        features: from a batch to what the output matrices read, [B, T, d] for each head.
     """
 
     ahead = 2
     counts_hits = True
+    features: Callable[[Batch], Sequence[Tensor]]
 
     def __init__(self, base: Any, heads: Any, *, decay: float = 1.0, fused: bool = False) -> None:
         super().__init__()
         self.base, self.heads, self.decay, self.fused = base, heads, decay, fused
-
-    def features(self, batch: Batch) -> Sequence[Tensor]:
-        """Return what the output matrices read, [B, T, d] for each head."""
-        raise NotImplementedError
 
     def weights(self) -> Sequence[Tensor]:
         """Return the output matrix [V, d] of each head."""

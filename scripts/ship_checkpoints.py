@@ -49,7 +49,9 @@ class Settings:
 
     runs: Path = Path("runs")
     out: Path = Path("data/checkpoints")
-    only: tuple[Literal["smollm2", "block", "hydra", "medusa1", "draft", "mtp_byte"], ...] = tuple(RUNS)
+    only: tuple[Literal["smollm2", "block", "hydra", "medusa1", "draft", "mtp_byte"], ...] = tuple(
+        RUNS
+    )
     cards: bool = False
 
 

@@ -17,12 +17,13 @@ LAYOUTS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "cached": torch
 
 @pytest.fixture(params=LAYOUTS)
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Return each dtype whose products are packed here, float32 in both of its layouts."""
+    """Return each dtype whose products are packed here, float32 in both layouts of Intel's."""
     found = LAYOUTS[request.param]
     if not packed._has_kernel(found):
         pytest.skip(f"oneDNN has no {found} here")
     if request.param != "cached":
         monkeypatch.setattr(packed, "_CACHED", 0)
+    monkeypatch.setattr(packed, "is_amd", lambda: False)
     return found
 
 
@@ -161,6 +162,21 @@ def test_few_rows_in_float32_keep_their_bits_on_intel(monkeypatch: pytest.Monkey
         x = torch.randn(shape)
         with torch.no_grad():  # else nothing is packed
             assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, packed._MOST_CACHED_ROWS + 1])
+@pytest.mark.parametrize("cached", [True, False])
+def test_float32_is_onednns_with_any_number_of_rows_on_amd(
+    rows: int, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents steps that MKL multiplies in half as long again, or twice as long."""
+    if not packed._has_kernel(torch.float32):
+        pytest.skip("oneDNN has no float32 here")
+    monkeypatch.setattr(packed, "is_amd", lambda: True)
+    weight, x = torch.randn(160, 96), torch.randn(rows, 96)
+    laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, packed._FEW_ROWS)
+    expected = torch.ops.mkldnn._linear_pointwise.default(x, laid_out, None, "none", [], "")
+    assert torch.equal(product(weight, cached=cached)(x), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
