@@ -207,6 +207,8 @@ class Phases:
             (Steps, "begin", HEADS),
             (Walk, "logits", HEADS),
             (Walk, "descend", HEADS),
+            (Walk, "alone", HEADS),
+            (Walk, "added", HEADS),
             *((cache, "append", HEADS) for cache in CACHES),
         ]
         if not compile:  # a forward in place of the model's own would be compiled with it

@@ -43,6 +43,7 @@ def on_host(device: torch.device) -> bool:
 
 Nodes = list[list[tuple[int, int]]]  # [B][n]: the place of each node's parent, and its token
 OneTree = tuple[Sequence[int], Sequence[int]]  # tokens and parents of one row, the root first
+Rows = Sequence[Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -73,26 +74,47 @@ def best_guesses(logits: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
     return log_probs, best.indices
 
 
-def best_trees(log_probs: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+Levels = Sequence[Tensor]  # per depth [B, n, R], below each of n nodes of the depth above
+
+
+def best_trees(
+    log_probs: Levels, num_nodes: int, places: Levels = ()
+) -> tuple[Tensor, Tensor, Tensor]:
     """Grow for every row the tree of ``num_nodes`` nodes with the most probable prefixes.
 
     Args:
-        log_probs: [D, B, R], no positive numbers: the R best guesses for each depth, in any order;
-            the same below every node of the level above.
+        log_probs: no positive numbers: per depth the R best guesses below each of its C candidates
+            above, or, of depth 1 and where the same is guessed below all, below one.
         num_nodes: root included; the tree is smaller if there are not so many prefixes.
+        places: likewise, which candidate of its depth each guess is; empty where guess r is
+            candidate r, and the same is guessed below all.
 
     Returns:
-        parents [B, N], -1 for the root, nodes sorted by depth; and slots [B, N - 1]: where each
-        node below the root stands in a row's guesses laid end to end, ``d * R + r`` for guess r at
-        depth d + 1.
+        parents [B, N], -1 for the root, nodes sorted by depth; slots [B, N - 1]: where each node
+        below the root stands in a row's candidates laid end to end, ``d * C + c`` for candidate c
+        of depth d + 1; and values [B, N], see :func:`grow`.
 
     """
-    depth, num_rows, num_ranks = log_probs.shape
-    slots = torch.arange(depth * num_ranks, device=log_probs.device).view(depth, 1, 1, -1)
-    levels = zip(log_probs[:, :, None], slots, strict=True)
-    roots = torch.zeros(num_rows, dtype=torch.long, device=log_probs.device)
-    parents, tokens, _ = grow(lambda _: next(levels), roots, num_nodes, min(depth, num_nodes - 1))
-    return parents, tokens[:, 1:]
+    depth, (num_rows, _, num_ranks), device = (
+        len(log_probs),
+        log_probs[0].shape,
+        log_probs[0].device,
+    )
+    width = log_probs[-1].shape[1] if places else num_ranks
+    levels = iter(range(depth))
+
+    def ask(nodes: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        level = next(levels)
+        own = places[level] if places else torch.arange(num_ranks, device=device)
+        of_level = log_probs[level]
+        if nodes is not None and of_level.shape[1] > 1:
+            at = (nodes[0] - (level - 1) * width)[..., None].expand(-1, -1, num_ranks)
+            of_level, own = of_level.gather(1, at), own.gather(1, at)
+        return of_level, own + level * width
+
+    roots = torch.zeros(num_rows, dtype=torch.long, device=device)
+    parents, slots, values = grow(ask, roots, num_nodes, min(depth, num_nodes - 1))
+    return parents, slots[:, 1:], values
 
 
 def grow(
@@ -155,31 +177,39 @@ def _starts_above(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(above, device=device)
 
 
-def best_tree_on_host(log_probs: Sequence[Sequence[float]], num_nodes: int) -> OneTree:
+def best_tree_on_host(
+    log_probs: Sequence[Rows], num_nodes: int, places: Sequence[Rows] = ()
+) -> OneTree:
     """Do for one row what :func:`best_trees` does, with a heap: on a CPU at a third of the time.
 
     Args:
-        log_probs: [D][R], each depth's best first.
+        log_probs: [D][C][R], of the guesses below each candidate of the depth above, best first; of
+            depth 1, and where the same is guessed below all, C is 1.
         num_nodes: root included.
+        places: [D][C][R], which candidate of its depth each guess is; empty where guess r is
+            candidate r, and the same is guessed below all.
 
     Returns:
-        parents [N] and slots [N - 1], as :func:`best_trees` gives them.
+        parents [N] and slots [N - 1], as :func:`best_trees` gives them: ``d * C + c`` for candidate
+        c of depth d + 1.
     """
-    num_ranks = len(log_probs[0])
-    # minus the value, order of arrival, depth, rank, the parent's value, the parent's number
-    frontier = [(-log_probs[0][0], 0, 0, 0, 0.0, 0)]
+    width = len(log_probs[-1]) if places else len(log_probs[0][0])
+    # minus the value, order of arrival, depth, candidate above, rank, its value, its number
+    frontier = [(-log_probs[0][0][0], 0, 0, 0, 0, 0.0, 0)]
     found = [(0, 0, 0, -1)]  # depth, number, the parent's number, slot
     arrived = 1
     while frontier and len(found) < num_nodes:
-        negative, _, depth, rank, above, parent = heapq.heappop(frontier)
-        number = len(found)
-        found.append((depth + 1, number, parent, depth * num_ranks + rank))
-        if rank + 1 < num_ranks:
-            value = above + log_probs[depth][rank + 1]
-            heapq.heappush(frontier, (-value, arrived, depth, rank + 1, above, parent))
+        negative, _, depth, place, rank, above, parent = heapq.heappop(frontier)
+        number, guesses = len(found), log_probs[depth][place]
+        own = places[depth][place][rank] if places else rank
+        found.append((depth + 1, number, parent, depth * width + own))
+        if rank + 1 < len(guesses):
+            value = above + guesses[rank + 1]
+            heapq.heappush(frontier, (-value, arrived, depth, place, rank + 1, above, parent))
         if depth + 1 < len(log_probs):
-            value = log_probs[depth + 1][0] - negative
-            heapq.heappush(frontier, (-value, arrived + 1, depth + 1, 0, -negative, number))
+            at = own if places else 0
+            value = log_probs[depth + 1][at][0] - negative
+            heapq.heappush(frontier, (-value, arrived + 1, depth + 1, at, 0, -negative, number))
         arrived += 2
     slots, parents = by_depth(found)
     return parents, slots[1:]

@@ -359,8 +359,7 @@ class BlockCache(RowCache):
         num_rows, num_new = tokens.shape
         tapped, context = heads.context(hidden)
         self.slots.reserve(self.lengths, num_new)
-        starts = torch.tensor(self.lengths, device=device)[:, None]
-        waves = self.slots.waves[:, starts + torch.arange(num_new, device=device)]
+        waves = self._waves(self.lengths, num_new, context.dtype)
         width = heads.form.head_dim
         both = self.product(context).unflatten(-1, (2 * heads.num_inner, -1, width))
         parts = both.permute(2, 0, 3, 1, 4).unbind()  # 2 * L times [B, H, T, h]
@@ -373,11 +372,10 @@ class BlockCache(RowCache):
         lengths, last = self.grown(counts), last_places(counts, device)
         roots = tokens.gather(1, last)  # [B, 1]
         x = heads.start(rows_at(tapped, last), roots, self.embed)[:, 0]  # [B, S, d]
-        seen = self.slots.reserve(lengths, heads.num_slots)
-        ends = torch.tensor(lengths, device=device)[:, None]
-        slots = torch.arange(heads.num_slots, device=device)
-        waves, mask = self.slots.waves[:, ends + slots], None
+        seen, mask = self.slots.reserve(lengths, heads.num_slots), None
+        waves = self._waves(lengths, heads.num_slots, x.dtype)
         if num_rows > 1 or heads.form.window:
+            ends = torch.tensor(lengths, device=device)[:, None]
             every = torch.arange(seen, device=device)
             visible = every < ends + heads.num_slots
             if heads.form.window:
@@ -386,6 +384,14 @@ class BlockCache(RowCache):
         for step, cache in zip(self.steps, self.slots.layers, strict=True):
             x = step(x, waves, partial(_beside, cache.update, mask))
         return replace(self, lengths=lengths), heads.finished(x[:, None])[:, :, 0]
+
+    def _waves(self, lengths: Sequence[int], num: int, dtype: torch.dtype) -> Tensor:
+        """Return the waves of ``num`` positions behind each row's text, [2, B, num, h]."""
+        waves = self.slots.waves
+        if len(lengths) == 1:
+            return waves[:, None, lengths[0] : lengths[0] + num].to(dtype)
+        starts = torch.tensor(lengths, device=waves.device)[:, None]
+        return waves[:, starts + torch.arange(num, device=waves.device)].to(dtype)
 
 
 def _beside(

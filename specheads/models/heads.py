@@ -34,6 +34,7 @@ from specheads.models.base import Embed
 from specheads.models.head_cache import LayerCache, rows_at
 from specheads.models.kinds import Begin, Heads, multiplied
 from specheads.models.output import FINAL, OutputLayer
+from specheads.models.packed import product
 from specheads.system.errors import check, one_of
 
 _MAX_STACKED = 1 << 22  # parameters that a snapshot may copy
@@ -373,15 +374,13 @@ class Steps:
         # hidden state beside it
         fits = heads.vocab_size * heads.hidden_size * depth * (depth + 1) // 2 <= MAX_TABLE
         self._conditions = [x.condition for x in parts if x.condition is not None and fits]
-        fits = heads.vocab_size * heads.num_outputs * depth <= MAX_TABLE
-        self._markov = [x.markov for x in parts if x.markov is not None and fits]
-        # what each token adds, for all tokens of the vocabulary: per place j of a path
-        # [V, (D - j) * d] to the inputs of heads j, ...; and per head [V, V'] to its logits
+        # what each token adds to the inputs of heads j, ..., for all tokens of the vocabulary: per
+        # place j of a path [V, (D - j) * d]
         self.conditions: list[Tensor] = []
-        self.biases: list[Tensor] = []
         self._sources: list[Tensor] = []  # what the tables were made of
         self.offset: Tensor | None = None  # [D * d], the conditions' own biases
         self.products: Callable[[Tensor], Tensor] | None = None
+        self.added: Callable[[Tensor], Tensor]  # of the first head's Markov bias
         self.rows: Tensor | None = None  # of the base's output matrix, where heads share them
 
     @torch.no_grad()
@@ -389,21 +388,21 @@ class Steps:
         """Take the weights as they are now, and return :meth:`begin`."""
         if self.heads.condition:  # the products of others hold them
             self.rows = self.heads.shared_rows(self.output.weight)
-        conditions, markov = self._conditions, self._markov
+        conditions = self._conditions
         sources = [each.weight for each in conditions]
-        sources += [weight for each in markov for weight in (each.down.weight, each.up.weight)]
-        ids = torch.arange(self.heads.vocab_size, device=self.output.weight.device)
         if conditions:
+            ids = torch.arange(self.heads.vocab_size, device=self.output.weight.device)
             sources.append(self.heads.embedded(ids, self.embed))  # not joined: they have no table
             self.offset = _wide(torch.cat([each.bias for each in conditions]))
         elif not self.heads.condition:
             self.products = self.heads.own_products(self.output)
+            markov = cast(blocks.Markov, self.heads.head(0).markov)
+            self.added = product(markov.up.weight)
         # training writes weights in ways that no version counter sees, so that they are compared
         if len(sources) == len(self._sources) and all(map(torch.equal, sources, self._sources)):
             return self.begin
         if conditions:
             self.conditions = tabulated(sources[-1], [each.weight for each in conditions])
-        self.biases = [_wide(each(ids)) @ _wide(each.up.weight).T for each in markov]
         self._sources = [source.clone() for source in sources]
         return self.begin
 
@@ -453,10 +452,7 @@ class Walk:
                 x = head.conditioned(self._hidden, self._carried)
             products = head.own_product(x, cast(Tensor, steps.rows))
         if head.markov is not None:
-            if steps.biases:
-                added = F.embedding(self.tokens, steps.biases[self.depth])
-            else:
-                added = head.markov.up(head.markov(self.tokens))
+            added = head.markov.up(head.markov(self.tokens))
             products = products + added.to(products.dtype)
         return steps.heads.finish(products, steps.output)
 
@@ -479,6 +475,43 @@ class Walk:
             self._carried = below + F.embedding(tokens, steps.conditions[self.depth])
         else:
             self._carried = torch.cat([carried, self._embedded(tokens)], dim=-1)
+
+    def alone(self, num: int) -> Tensor:
+        """Return what the first ``num`` heads say whatever is drafted, [num, B, V'].
+
+        Before scale and softcap; the first with what the root adds, which all others lack. Only of
+        heads that read the token drafted before and nothing else of it.
+        """
+        steps = self._steps
+        assert self._own is not None and self.depth == 0
+        found = self._own[:num].to(torch.float32, copy=True)
+        bias = steps.heads.output_bias(steps.output.bias)
+        if bias is not None:
+            found = found + bias
+        markov = cast(blocks.Markov, steps.heads.head(0).markov)
+        found[0] += steps.added(markov(self.tokens[:, 0]))
+        return found
+
+    def added(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Return what tokens add to the logits of the heads behind them, at some places.
+
+        Args:
+            tokens: [D, B, n], drafted by heads 0 to D - 1.
+            places: [D, B, m], among the V' of the heads 1 to D.
+
+        Returns:
+            [D, B, n, m].
+        """
+        heads = self._steps.heads
+        numbers = range(1, 1 + len(tokens)) or (0,)
+        parts = [cast(blocks.Markov, heads.head(i).markov) for i in numbers]
+        if all(part is parts[0] for part in parts):
+            parts, tokens, places = parts[:1], tokens[None], places[None]
+        found = [
+            part(above).float() @ F.embedding(at, part.up.weight).float().transpose(-1, -2)
+            for part, above, at in zip(parts, tokens, places, strict=True)
+        ]
+        return found[0] if len(found) == 1 else torch.stack(found)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         return self._steps.heads.embedded(tokens, self._steps.embed)

@@ -121,6 +121,7 @@ class Heads(Protocol):
             other word: matrices of their own.
         token_map: [V'] token ids that the heads can guess; None for all.
         markov_rank: of the bias on the logits from the token drafted before; 0 for none.
+        condition: a head reads the embeddings of all tokens drafted before its own.
         kind: its name in config.json.
         taps: the hidden states of the base that they read, side by side if several.
         sequential: a head reads tokens drafted before its own.
@@ -149,6 +150,7 @@ class Heads(Protocol):
     lm_head: str
     token_map: Tensor | None
     markov_rank: int = 0
+    condition: bool = False
     kind: str
     taps: tuple[str, ...]
     sequential: bool

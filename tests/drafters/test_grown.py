@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
-from specheads.attention.tree import RowTrees
+from specheads.attention.tree import RowTrees, default_tree
 from specheads.drafters import growing
+from specheads.drafters import heads as drafter_module
 from specheads.drafters.contract import FINAL, Candidates
 from specheads.drafters.growing import Grown
-from specheads.drafters.heads import HeadsDrafter, embedding
+from specheads.drafters.heads import HeadsDrafter, embedding, static_drafter
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
+from specheads.verification.sampling import Sampler
 from tests.drafters.test_sequential import build, one_by_one, prefill
 
 Path = tuple[int, ...]
@@ -66,6 +69,7 @@ def test_the_tree_is_the_best_of_all_prefixes(
 ) -> None:
     """A level cut too short, a head asked too early, or probabilities of another path."""
     monkeypatch.setattr(growing, "HOSTS", ("cpu",) if host else ())
+    monkeypatch.setattr(drafter_module, "CANDIDATES", 272)  # all there are
     heads = build(tiny_llama, kind)
     sure = [0.02, 0.02, 5.0]  # all but two nodes on the last level
     for num_nodes, num_ranks, temperatures in (
@@ -117,14 +121,34 @@ def test_a_device_grows_what_the_host_grows(
             paths = paths_of(on_host, row)
             assert len(set(paths)) == num_nodes, "equal siblings"
             asked = [{path[:-1] for path in paths if len(path) == depth} for depth in (2, 3)]
-            assert max(map(len, asked)) <= width
+            assert kind == "markov" or max(map(len, asked)) <= width
     assert len(depths) > 1, "some trees end before the last head"
 
 
+@pytest.mark.parametrize("kind", ["markov", "markov_pruned"])
 @torch.no_grad()
-def test_nothing_waits_for_the_device(tiny_llama: LlamaForCausalLM) -> None:
+def test_guesses_in_two_waves_are_those_of_level_after_level(
+    tiny_llama: LlamaForCausalLM, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another position's noise or another depth's temperature only shows as low acceptance."""
+    monkeypatch.setattr(drafter_module, "CANDIDATES", 272)  # all there are
+    heads = build(tiny_llama, kind)
+    drawn = Sampler(temperature=0.7, top_k=50, seed=3)
+    read = replace(prefill(tiny_llama, 3), sampler=drawn, vocab_size=272)
+    grown = drafter_of(tiny_llama, heads, 12, width=12, temperatures=TEMPERATURES)
+    for drafter in (grown, static_drafter(tiny_llama, heads, grown.output, default_tree(3, 12))):
+        at_once = drafter.propose(drafter.start(read))
+        drafter.linked = False
+        in_turn = drafter.propose(drafter.start(read))
+        assert at_once.tokens.equal(in_turn.tokens)
+        assert at_once.tree.parents.equal(in_turn.tree.parents)
+
+
+@pytest.mark.parametrize("kind", ["markov", "hydra"])
+@torch.no_grad()
+def test_nothing_waits_for_the_device(tiny_llama: LlamaForCausalLM, kind: str) -> None:
     """A synchronisation per level costs a GPU more than the tree gains."""
-    heads = build(tiny_llama, "hydra")
+    heads = build(tiny_llama, kind)
     drafter = drafter_of(tiny_llama, heads, 12)
     walk = drafter.steps()(torch.randn(2, 32), torch.tensor([3, 4]))
     growing._starts_above.cache_clear()

@@ -195,7 +195,7 @@ def test_one_growth_tells_every_size() -> None:
     log_probs = (logits / torch.tensor(temperatures)[:, None]).log_softmax(-1).transpose(0, 1)
     accepted = []
     for size in (2, 3, 5, 9, 17, 40):
-        parents, slots = best_trees(log_probs, size)
+        parents, slots, _ = best_trees(log_probs[:, :, None], size)
         for position in range(200):
             paths: list[tuple[int, ...]] = [()]
             for parent, slot in zip(parents[position, 1:], slots[position], strict=True):
