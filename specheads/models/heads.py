@@ -380,7 +380,8 @@ class Steps:
         self._sources: list[Tensor] = []  # what the tables were made of
         self.offset: Tensor | None = None  # [D * d], the conditions' own biases
         self.products: Callable[[Tensor], Tensor] | None = None
-        self.added: Callable[[Tensor], Tensor]  # of the first head's Markov bias
+        self._markov = [x.markov for x in parts if x.markov is not None]
+        self.added: list[Callable[[Tensor], Tensor]] = []  # from Markov factors to logits, per head
         self.rows: Tensor | None = None  # of the base's output matrix, where heads share them
 
     @torch.no_grad()
@@ -396,8 +397,9 @@ class Steps:
             self.offset = _wide(torch.cat([each.bias for each in conditions]))
         elif not self.heads.condition:
             self.products = self.heads.own_products(self.output)
-            markov = cast(blocks.Markov, self.heads.head(0).markov)
-            self.added = product(markov.up.weight)
+        markov = {id(each): each for each in self._markov}
+        made = {key: product(each.up.weight) for key, each in markov.items()}
+        self.added = [made[id(each)] for each in self._markov]
         # training writes weights in ways that no version counter sees, so that they are compared
         if len(sources) == len(self._sources) and all(map(torch.equal, sources, self._sources)):
             return self.begin
@@ -452,7 +454,7 @@ class Walk:
                 x = head.conditioned(self._hidden, self._carried)
             products = head.own_product(x, cast(Tensor, steps.rows))
         if head.markov is not None:
-            added = head.markov.up(head.markov(self.tokens))
+            added = steps.added[self.depth](head.markov(self.tokens))
             products = products + added.to(products.dtype)
         return steps.heads.finish(products, steps.output)
 
@@ -489,7 +491,7 @@ class Walk:
         if bias is not None:
             found = found + bias
         markov = cast(blocks.Markov, steps.heads.head(0).markov)
-        found[0] += steps.added(markov(self.tokens[:, 0]))
+        found[0] += steps.added[0](markov(self.tokens[:, 0]))
         return found
 
     def added(self, tokens: Tensor, places: Tensor) -> Tensor:
