@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from statistics import median
+from statistics import harmonic_mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # a test imports this from elsewhere
@@ -40,6 +40,7 @@ ABSENT = "Not measured yet"
 SHADES = ("#2f6f9f", "#6fa3c7", "#e0b15e", "#c9ced6")  # from the lowest temperature on
 LINES = ("#2f6f9f", "#7fb0d3", "#e0b15e", "#b5651d", "#6b8e23", "#9aa5b1", "#8e5ea2", "#333333")
 TREES = ("prompt_lookup", "tree", "tree_dynamic")
+NEW_TEXT = ("body", "next")  # kinds of embedded prompts that no edit of their own text answers
 KINDS = ("tree", "hydra/tree", "draft_tree", "suffix", "heads+suffix")
 NAMES = {
     "plain": "plain, one token at a time",
@@ -226,17 +227,25 @@ def kinds(read: Read, file: str) -> str:
         own = KINDS if ("tree", heats[0], 1) in rows else ("tree_dynamic", *KINDS)
         methods = tuple(method for method in own if (method, heats[0], 1) in rows)
     columns = sorted(bench["rows"][0]["per_kind"])
-    head = " | ".join(["T | drafter", *(f"`{kind}`" for kind in columns)])
+    balanced = {*NEW_TEXT} < {*columns}
+    last = ["half new text"] if balanced else []
+    head = " | ".join(["T | drafter", *(f"`{kind}`" for kind in columns), *last])
     lines = []
     for heat in heats:
         for method in methods:
             of = [rows[method, heat, 1]["per_kind"][kind] for kind in columns]
-            both = (f"{k['accept_length']:.2f} ({k['speedup_vs_plain']:.2f}x)" for k in of)
+            both = [f"{k['accept_length']:.2f} ({k['speedup_vs_plain']:.2f}x)" for k in of]
+            if balanced:
+                gains = {kind: k["speedup_vs_plain"] for kind, k in zip(columns, of, strict=True)}
+                new = [gains.pop(kind) for kind in NEW_TEXT]
+                both.append(f"{harmonic_mean([*map(harmonic_mean, (new, gains.values()))]):.2f}x")
             lines.append(f"{heat:g} | {name_of(bench, method)} | {' | '.join(both)}")
     counts = sorted({kind["num_prompts"] for kind in bench["rows"][0]["per_kind"].values()})
     return (
         f"{table(head, lines)}\n\nAccept length (speed-up over plain decoding),"
         f" {cells(counts, 'd', ' or ')} prompts of each kind."
+        + " Last the speed-up where new text (`body`, `next`) is half of the time: a harmonic mean."
+        * balanced
     )
 
 

@@ -464,19 +464,27 @@ def test_the_clock_is_read_per_kind() -> None:
         "rule": Runs([[2.0, 3.0, 3.0], [2.0, 3.0, 30.0], [2.0, 3.0, 3.0]], texts),
     }
     found = adaptive.of_clock(runs, prompts)["rule"]
-    assert found["speedup"] == {"a": 2.0, "b": 2.5, "mix": 19 / 8}
+    assert found["speedup"] == {"mix": 19 / 8, "a": 2.0, "b": 2.5}
     assert found["identical"] == 3
 
 
-def test_rules_of_draft_length_are_clocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["lengths", "sizes"])
+def test_fixed_sizes_are_clocked_beside_those_that_follow_the_text(
+    what: str, tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A script that nobody runs is broken when the figures are needed."""
     monkeypatch.setattr(exported, "step_costs", lambda _, draft, n: StepCosts(0.1, [1.0] * (n + 2)))
-    out = tmp_path / "adaptive.json"
-    few = "--draft tinycode --kinds next --num-prompts 3 --max-new-tokens 5"
-    adaptive.main([*few.split(), "--lengths", "1", "2", "--repeats", "1", f"--out={out}"])
-    found = json.loads(out.read_text())
-    assert list(found["clocked"]) == ["fixed 1", "fixed 2", adaptive.ADAPTIVE]
-    assert all(each["identical"] == 1 for each in found["clocked"].values())
+    costs = [StepCosts(0.1, [1.0] * 99), StepCosts(0.0, [1.0] * 99)]
+    monkeypatch.setattr(exported, "member_costs", lambda *_, **__: costs)
+    out, batches = tmp_path / "adaptive.json", ["1"] if what == "lengths" else ["1", "3"]
+    model = "--draft=tinycode" if what == "lengths" else f"--checkpoint={tiny_export}"
+    few = f"{model} --kinds next --num-prompts 3 --max-new-tokens 5 --repeats 1 --{what} 2 3"
+    adaptive.main([*few.split(), "--batches", *batches, f"--out={out}"])
+    clocked = json.loads(out.read_text())["clocked"]
+    assert list(clocked) == [f"T=0, batch {size}" for size in batches]
+    for found in clocked.values():
+        assert list(found) == ["fixed 2", "fixed 3", adaptive.ADAPTIVE]
+        assert len({each["identical"] for each in found.values()} - {0}) == 1
 
 
 def test_typical_acceptance_is_scored(tiny_export: Path, tmp_path: Path) -> None:
