@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from specheads.config import DecodeConfig
+from specheads.data.pycode import NEW_TEXT
 from specheads.decoding.conversation import StepPrinter
 from specheads.decoding.exported import Subject, choose_drafter, load_subject
 from specheads.decoding.loop import decode
@@ -27,7 +28,6 @@ from specheads.models.base import end_tokens
 from specheads.system import hardware
 
 MINUTES = 2  # of the training
-NEW_TEXT = ("body", "next")  # the kinds of embedded prompts that no edit of their own text answers
 NUM_NEW, NUM_EDITS, MAX_NEW_TOKENS = 6, 3, 96  # prompts of each such kind, and of each other
 NUM_EXACT = 8  # prompts compared in float32, where the fastest dtype is another
 DRAFTERS = {

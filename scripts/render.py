@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # a test imports this 
 import render_training
 from render_training import MIB, Bench, Read, cells, rows_of, speedup, table
 
+from specheads.data.pycode import NEW_TEXT
 from specheads.measure.render import headline_line, same_cell, with_bounds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +41,6 @@ ABSENT = "Not measured yet"
 SHADES = ("#2f6f9f", "#6fa3c7", "#e0b15e", "#c9ced6")  # from the lowest temperature on
 LINES = ("#2f6f9f", "#7fb0d3", "#e0b15e", "#b5651d", "#6b8e23", "#9aa5b1", "#8e5ea2", "#333333")
 TREES = ("prompt_lookup", "tree", "tree_dynamic")
-NEW_TEXT = ("body", "next")  # kinds of embedded prompts that no edit of their own text answers
 KINDS = ("tree", "hydra/tree", "draft_tree", "suffix", "heads+suffix")
 NAMES = {
     "plain": "plain, one token at a time",

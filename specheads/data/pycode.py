@@ -64,6 +64,7 @@ INSTRUCTIONS = {
     "type_hint": "Add type hints.",
 }
 KINDS = tuple(INSTRUCTIONS)
+NEW_TEXT = ("body", "next")  # kinds that no edit of their own text answers
 MAX_PROMPT, MAX_ANSWER, SHORT_ANSWER = 440, 240, 120
 # pairs of one kind taken from one module: documented short bodies are rare
 PER_MODULE, PER_MODULE_BODIES, MAX_PAIRS_PER_KIND = 10, 40, 12_000

@@ -95,11 +95,8 @@ def best_trees(
         of depth d + 1; and values [B, N], see :func:`grow`.
 
     """
-    depth, (num_rows, _, num_ranks), device = (
-        len(log_probs),
-        log_probs[0].shape,
-        log_probs[0].device,
-    )
+    depth, device = len(log_probs), log_probs[0].device
+    num_rows, _, num_ranks = log_probs[0].shape
     width = log_probs[-1].shape[1] if places else num_ranks
     levels = iter(range(depth))
 

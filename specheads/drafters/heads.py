@@ -36,9 +36,9 @@ from specheads.models.output import OutputLayer, side_by_side
 from specheads.system.errors import at_least, check
 from specheads.verification.sampling import Sampler
 
-# Candidates of each depth, where heads guess in two waves, and the most tokens that heads may guess
-# among. On tinycode's 272 eight lose nothing, and a step takes a tenth less time; on 8,192 of
-# SmolLM2 even 128 lose guesses, and nothing is saved.
+# Where heads guess in two waves, the candidates of each depth; and the most tokens to choose from
+# with which they do. On tinycode's 272 eight candidates lose nothing, and a step takes a tenth less
+# time; on 8,192 of SmolLM2 even 128 lose guesses, and nothing is saved.
 CANDIDATES, MOST_OUTPUTS = 8, 1024
 
 

@@ -481,8 +481,8 @@ class Walk:
     def alone(self, num: int) -> Tensor:
         """Return what the first ``num`` heads say whatever is drafted, [num, B, V'].
 
-        Before scale and softcap; the first with what the root adds, which all others lack. Only of
-        heads that read the token drafted before and nothing else of it.
+        Before scale and softcap; the first with what the root adds. For heads that read of the
+        path its last token alone.
         """
         steps = self._steps
         assert self._own is not None and self.depth == 0

@@ -138,10 +138,13 @@ def test_guesses_in_two_waves_are_those_of_level_after_level(
     grown = drafter_of(tiny_llama, heads, 12, width=12, temperatures=TEMPERATURES)
     for drafter in (grown, static_drafter(tiny_llama, heads, grown.output, default_tree(3, 12))):
         at_once = drafter.propose(drafter.start(read))
+        assert drafter.linked
         drafter.linked = False
         in_turn = drafter.propose(drafter.start(read))
         assert at_once.tokens.equal(in_turn.tokens)
         assert at_once.tree.parents.equal(in_turn.tree.parents)
+    monkeypatch.setattr(drafter_module, "MOST_OUTPUTS", heads.num_outputs - 1)
+    assert not drafter_of(tiny_llama, heads, 12).linked
 
 
 @pytest.mark.parametrize("kind", ["markov", "hydra"])
