@@ -80,26 +80,37 @@ def speedup(row: Bench, unit: str = "") -> str:
 
 
 def adaptive(read: Read) -> str:
-    """Return rules of draft length, judged and clocked, beside the best fixed one."""
+    """Return fixed draft lengths beside the one that follows the text."""
     found = read("tinycode_adaptive")
-    kinds, clocked, lines = ("body", "next", "rename", "type_hint", "mix"), found["clocked"], []
-    for rule, judged in found["judged"].items():
-        clock = clocked.get(rule)
-        cell = with_bounds(clock["speedup"]["mix"], clock["ci95"], "x") if clock else ""
-        lines.append(f"`{rule}` | {cells(judged[kind] for kind in kinds)} | {cell}")
-    relative = {rule: of["relative"] for rule, of in found["relative_to_best_fixed"].items()}
-    worst, rule, kind = min((of[k], r, k) for r, of in relative.items() for k in of)
-    names = "adaptive, unmeasured", "fixed 3"
-    ours, fixed = (clocked[name]["speedup"]["mix"] for name in names)
-    head = "draft length | body | next | rename | type_hint | mix | clocked mix (95%)"
-    return (
-        f"{table(head, lines)}\n\nIn plain steps a draft pass costs {found['costs']['draft']:.3f},"
-        " a verify step of 4 nodes with drafting at all"
-        f" {found['costs']['verify'][4]:.2f}. Beside the best fixed length of each kind the worst"
-        f" is `{rule}` on `{kind}`, {1 - worst:.1%} behind. Over the mix `adaptive, unmeasured` is"
-        f" ahead of the best single length by {relative['adaptive, unmeasured']['mix'] - 1:.1%} as"
-        f" judged, by {ours / fixed - 1:.1%} by the clock."
-    )
+    (clocked,), kinds, lines = found["clocked"].values(), found["settings"]["kinds"], []
+    for rule, of in clocked.items():
+        mix = with_bounds(of["speedup"]["mix"], of["ci95"], "x")
+        lines.append(f"`{rule}` | {cells(of['speedup'][kind] for kind in kinds)} | {mix}")
+    return table(f"draft length | {' | '.join(kinds)} | mix (95%)", lines) + _ahead(clocked)
+
+
+def sizes(read: Read) -> str:
+    """Return fixed sizes of the trees of a union beside the one that follows the text."""
+    clocked = read("tinycode_sizes")["clocked"]
+    rules = list(next(iter(clocked.values())))
+    lines = [
+        f"`{rule}` | "
+        + " | ".join(
+            with_bounds(of[rule]["speedup"]["mix"], of[rule]["ci95"], "x")
+            for of in clocked.values()
+        )
+        for rule in rules
+    ]
+    said = "".join(f"{_ahead(of)} ({where})" for where, of in clocked.items())
+    return table(f"nodes | {' | '.join(clocked)}", lines) + said
+
+
+def _ahead(clocked: Bench) -> str:
+    """Return how a rule that follows the text stands beside the best fixed one."""
+    speeds = {rule: of["speedup"]["mix"] for rule, of in clocked.items()}
+    own = speeds.pop("adaptive")
+    best = max(speeds, key=speeds.__getitem__)
+    return f"\n\n`adaptive` runs at {own / speeds[best]:.2f} of the speed of `{best}`, the best"
 
 
 def compare(read: Read) -> str:
