@@ -17,8 +17,6 @@ user's turn where the model has a chat template.
 from __future__ import annotations
 
 import math
-import queue
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +31,8 @@ from specheads.config.commands import TextSettings
 from specheads.data.chat import Encoder
 from specheads.decoding.conversation import StepPrinter, text_of
 from specheads.decoding.exported import Chosen, Subject, choose_drafter, load_subject
-from specheads.decoding.generate import SpecDecoder, decode_many, decode_prompts, room
+from specheads.decoding.generate import SpecDecoder, decode_many, room, settings_of
+from specheads.decoding.stream import Job, Stream
 from specheads.models.base import context_length
 from specheads.system import hardware
 from specheads.system.files import shipped_export
@@ -246,8 +245,8 @@ class Model:
     ) -> Iterator[Piece]:
         """Continue one prompt; yield what each step gives, as soon as it is there.
 
-        The pieces' texts join to :meth:`generate`'s. An iterator that is closed, or forgotten, ends
-        the decoding with the step at hand.
+        The pieces' texts join to :meth:`generate`'s. Each step is decoded when its piece is asked
+        for.
 
         Args:
             prompt: text, messages or ids, see :meth:`prompt`.
@@ -268,40 +267,23 @@ class Model:
     def _pieces(
         self, ids: list[int], drawn: TextSettings, limit: int, settings: dict[str, Any]
     ) -> Iterator[Piece]:
-        steps: queue.SimpleQueue[list[int] | BaseException | None] = queue.SimpleQueue()
-        closed = threading.Event()
-
-        def give(row: int, tokens: list[int]) -> None:
-            if closed.is_set():
-                raise _ClosedError
-            steps.put(tokens)
-
-        def run() -> None:
-            try:
-                decode_prompts(self.decoder, drawn, [ids], limit, on_tokens=give, **settings)
-                steps.put(None)
-            except _ClosedError:
-                pass
-            except BaseException as error:  # raised where the pieces are read
-                steps.put(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
+        how = settings_of(self.decoder, drawn, ids, limit, **settings)
+        stream = Stream.of(self.decoder, how, batch_size=1)
+        stream.add([Job.of(ids, how)])
         shown: list[str] = []
-        printer = StepPrinter(self.subject.tokenizer, shown.append, color=False)
-        try:
-            while (step := steps.get()) is not None:
-                if isinstance(step, BaseException):
-                    raise step
-                printer(0, step)
-                yield Piece("".join(shown), step)
-                shown.clear()
-            printer.finish()
-            if shown:
-                yield Piece("".join(shown), [])
-        finally:
-            closed.set()
-            thread.join()
+        printer, num_told = StepPrinter(self.subject.tokenizer, shown.append, color=False), 0
+        row = stream.output.rows[0]
+        while step := row.new_tokens[num_told:]:
+            printer(0, step)
+            yield Piece("".join(shown), step)
+            shown.clear()
+            num_told += len(step)
+            if stream.free:
+                break
+            stream.step()
+        printer.finish()
+        if shown:
+            yield Piece("".join(shown), [])
 
     def compare(
         self,
@@ -380,10 +362,6 @@ def run_recipe(recipe: str, **settings: Any) -> Path:
     config = composed("train", TrainConfig, tidy_arguments(given))
     train(config)
     return Path(config.run_dir)
-
-
-class _ClosedError(Exception):
-    """Raised within a stream's decoding when nobody reads on."""
 
 
 def _several(prompts: object) -> bool:

@@ -98,6 +98,6 @@ def steps_and_differing(
                 taken, waiting[:num] = waiting[:num], []
                 return taken
 
-            rows = stream.PlainStream(model, Sampler(1.0), batch_size=size)
+            rows = stream.Stream(model, Sampler(1.0), batch_size=size)
             assert sum(len(ended) for ended in rows.run(take)) == len(jobs)
     return len(seen), differing

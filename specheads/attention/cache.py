@@ -108,6 +108,15 @@ class TreeLayer(DynamicLayer):
         self.buffers = keys, values
         self.show(keys.shape[2])
 
+    def join(self, other: TreeLayer) -> None:
+        """Put the rows of ``other``, whose pass has been, behind those here."""
+        size, both = (
+            max(self.capacity, other.capacity),
+            zip(self.buffers, other.buffers, strict=True),
+        )
+        padded = ([F.pad(each, (0, 0, 0, size - each.shape[2])) for each in pair] for pair in both)
+        self.buffers = tuple(map(torch.cat, padded))
+
     def show(self, num_slots: int) -> None:
         """Let ``keys`` and ``values`` be the first slots of the buffers."""
         keys, values = self.buffers
@@ -388,12 +397,7 @@ class TreeCache(Cache):
         layers = zip(self._live_layers(), other._live_layers(), strict=True)
         for number, (layer, more) in enumerate(layers):
             if self._pool is None:  # layers that differ have buffers of their own
-                size = max(layer.capacity, more.capacity)
-                pairs = zip(layer.buffers, more.buffers, strict=True)
-                layer.buffers = tuple(
-                    torch.cat([F.pad(each, (0, 0, 0, size - each.shape[2])) for each in pair])
-                    for pair in pairs
-                )
+                layer.join(more)
                 continue
             layer.buffers = tuple(self._pool[number, :, :stop])
             for mine, theirs in zip(layer.buffers, more.buffers, strict=True):
@@ -401,6 +405,20 @@ class TreeCache(Cache):
                 mine[start:, :, end:] = 0  # what a row left here that had it before
         self.rows.set([*self.lengths, *other.lengths])
         self.tokens += other.tokens
+
+    def copy_of(self, row: int) -> TreeCache:
+        """Return a cache with a copy of one row, no longer than it is."""
+        found, length = TreeCache(multiple=self.rows.multiple), self.lengths[row]
+        for layer in self.layers:
+            assert isinstance(layer, TreeLayer)
+            found.layers.append(own := TreeLayer(found.rows))
+            if layer.is_initialized:
+                parts = [each[row : row + 1, :, :length].clone() for each in layer.buffers]
+                own.lazy_initialization(*parts)
+                own.buffers = tuple(parts)
+        found.rows.set([length])
+        found.sides = set(self.sides)
+        return found
 
     def reset(self) -> None:
         """Forget everything, the number of rows too."""

@@ -212,7 +212,8 @@ def _apply_rule(
     _, processed = chooser.processors.at_nodes(candidates, logits, rows)
     base_probs = sampler.probs(processed)
     positions = torch.tensor(rows.roots, device=logits.device)
-    chance = Chance(sampler.seed, positions, rows.numbers, candidates.tree.num_nodes)
+    seeds = sampler.seeds_of(rows.numbers)
+    chance = Chance(0, positions, seeds, candidates.tree.num_nodes)
     path, num_accepted, next_token = acceptance.decide(
         candidates, base_probs, chance, greedy=sampler.temperature == 0
     )

@@ -273,6 +273,10 @@ class Blank:
         """Keep some rows."""
         return state[rows]
 
+    def join(self, state: Tensor, other: Tensor) -> Tensor:
+        """Take the rows of both."""
+        return torch.cat([state, other])
+
 
 def clocked_lengths(max_tokens: int) -> list[int]:
     """Return the draft lengths to clock: 1, 2, 4, ... and ``max_tokens``."""

@@ -15,8 +15,8 @@ from typing import Any, Unpack
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads.config import BenchConfig, ConfigError, DecodeConfig, QualityConfig
-from specheads.config.commands import DRAFTERS, TextSettings
+from specheads.config import BenchConfig, ConfigError, DecodeConfig, QualityConfig, ServeConfig
+from specheads.config.commands import DRAFTERS, SpreadSettings, TextSettings
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.costs import member_costs, step_costs
 from specheads.drafters.contract import Drafter
@@ -172,7 +172,7 @@ def load_subject(
 
 
 def subject_of(
-    config: TextSettings | BenchConfig | QualityConfig, decode: DecodeConfig | None
+    config: TextSettings | ServeConfig | BenchConfig | QualityConfig, decode: DecodeConfig | None
 ) -> Subject:
     """Get the machine ready, and load what a command's settings name.
 
@@ -185,8 +185,8 @@ def subject_of(
     """
     if decode is not None:
         check_drafter(decode, has_heads=not is_plain_model(config.checkpoint))
-    threads = None if isinstance(config, TextSettings) else config.threads
-    spread = config.device_map if isinstance(config, TextSettings) else None
+    threads = None if isinstance(config, SpreadSettings) else config.threads
+    spread = config.device_map if isinstance(config, SpreadSettings) else None
     device, dtype, _ = hardware.prepare(config.device, config.dtype, threads)
     where: Loading = {"dtype": dtype, "device": device, "device_map": spread or None}
     return load_subject(config.checkpoint, base=config.base, other_base=config.other_base, **where)

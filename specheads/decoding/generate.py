@@ -19,8 +19,8 @@ chat is what ``generate`` gives for the same conversation.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, cast
 
@@ -44,7 +44,7 @@ from specheads.attention.cache import TreeCache
 from specheads.config.commands import DecodeConfig, TextSettings
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.exported import Subject, acceptance_rule, choose_drafter, load_subject
-from specheads.decoding.loop import decode
+from specheads.decoding.loop import Settings, decode
 from specheads.decoding.result import DecodedRow, DecodeResult, OnTokens, pad_left
 from specheads.drafters.contract import Drafter
 from specheads.models.base import context_length, end_tokens, input_device
@@ -146,6 +146,8 @@ class SpecDecoder:
         acceptance: the rule by which candidates are accepted; exact if None.
         compile: compile the base's passes; the first of each shape takes a while.
         same_rounding: in 16 bits on a CPU, let plain and drafted passes round alike.
+        decode: is called with what was asked for, as ``generate`` reads it; a server that decodes
+            later gives its own.
 
     ``streamer`` and ``tokenizer`` are bound here for ``base.generate(custom_generate=decoder)``, as
     transformers 5 hands neither of its own to a ``custom_generate`` callable.
@@ -165,6 +167,7 @@ class SpecDecoder:
     acceptance: Acceptance | None = None
     compile: bool = field(default=False, kw_only=True)
     same_rounding: bool = field(default=False, kw_only=True)
+    decode: Callable[..., DecodeResult] = field(default=decode, kw_only=True)
     on_tokens: OnTokens | None = field(default=None, init=False)
     last_result: DecodeResult | None = field(default=None, init=False)
 
@@ -320,7 +323,7 @@ class SpecDecoder:
         cache = tree_cache(model_kwargs.get("past_key_values"), as_dict)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
-        result = decode(
+        result = self.decode(
             model,
             self.drafter,
             input_ids,
@@ -422,6 +425,28 @@ def decode_prompts(
         options |= {"top_k": settings.top_k, "top_p": settings.top_p}
         options["min_p"] = settings.min_p or None
     return decoder.generate(input_ids, max_new_tokens, **(options | more))
+
+
+def settings_of(
+    decoder: SpecDecoder,
+    settings: TextSettings,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    **more: Any,
+) -> Settings:
+    """Return how :func:`decode_prompts` would decode one prompt, as ``generate`` reads it.
+
+    Raises:
+        ValueError: what ``generate`` refuses.
+    """
+    asked: list[Settings] = []
+
+    def keep(_model: object, _drafter: object, input_ids: Tensor, **how: Any) -> DecodeResult:
+        asked.append(Settings(**how))
+        return DecodeResult(input_ids, 0, (DecodedRow(),))
+
+    decode_prompts(replace(decoder, decode=keep), settings, [prompt], max_new_tokens, **more)
+    return asked[0]
 
 
 def decode_many(

@@ -36,7 +36,7 @@ from specheads.decoding.accept import Acceptance, accept
 from specheads.decoding.choose import Chooser, make_chooser
 from specheads.decoding.processors import bind
 from specheads.decoding.result import DecodeResult, Limits, Output, read_prompts
-from specheads.drafters.contract import Candidates, Drafter, Prefill
+from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
 from specheads.models.forward import ModelPass, capture_for_good, pad_rows
 from specheads.models.output import capture_hidden
 from specheads.models.support import tree_support
@@ -119,77 +119,122 @@ def decode(
         same_rounding=asked.same_rounding,
     )
     processors = bind(asked.logits_processor, prompts, input_ids.shape[1])
-    # saves a tenth of the calls' overhead beside no_grad
-    with torch.inference_mode(), tapped(base, drafter.taps if drafter else ()) as hidden:
+    with torch.inference_mode():
         known = base.align(prompts)
         # plain decoding of one whole prompt is what all else is compared with, and replays nothing
         exact = drafter is not None or len(prompts) > 1 or any(known) or asked.compile
         chooser = make_chooser(model, output, asked.sampler, processors, exact=exact)
+        acceptance = asked.acceptance or Acceptance()
+        batch = Batch(base, output, chooser, drafter, acceptance, list(range(len(prompts))))
         unread = [prompt[n:] for prompt, n in zip(prompts, known, strict=True)]
         try:
-            if drafter is None:
-                _decode_plain(base, output, chooser, unread, drop=asked.drops_rows)
-            else:
-                _decode(base, drafter, output, chooser, asked, hidden, unread)
+            with batch.passes():
+                for _ in batch.read(unread):
+                    pass
+                while any(batch.going):
+                    if asked.drops_rows:
+                        batch.leave()
+                    batch.step()
         finally:
             if asked.cache is not None:
                 cache.tokens = [output.texts[row][:n] for row, n in enumerate(cache.lengths)]
     return output.result(input_ids, asked.pad_token_id, asked.cache)
 
 
-def _decode_plain(
-    base: ModelPass, output: Output, chooser: Chooser, unread: list[list[int]], *, drop: bool
-) -> None:
-    tokens, counts = pad_rows(unread, output.device), [len(row) for row in unread]
-    numbers = list(range(len(unread)))
-    while True:
-        logits = base.read_next(tokens, counts, partial(output.texts.__getitem__, numbers[0]))
-        chosen = chooser.next_tokens(output, logits, numbers)
+@dataclass(eq=False, repr=False)
+class Batch:
+    """Rows of a cache that are decoded together, step by step; rows may come and go in between.
+
+    Attributes:
+        base: the base model's passes, and the cache.
+        output: the texts.
+        chooser: how tokens are chosen.
+        drafter: proposes; None decodes one token at a time.
+        acceptance: the rule.
+        numbers: by row of the cache, which row of the output it is.
+        state: the drafter's.
+    """
+
+    base: ModelPass
+    output: Output
+    chooser: Chooser
+    drafter: Drafter | None
+    acceptance: Acceptance
+    numbers: list[int]
+    state: Any = None
+    _hidden: Callable[[], dict[str, Tensor]] = dict
+
+    @contextlib.contextmanager
+    def passes(self) -> Iterator[None]:
+        """Let passes be made while this is open, and the drafter see their hidden states."""
+        taps = self.drafter.taps if self.drafter else ()
+        # saves a tenth of the calls' overhead beside no_grad
+        with torch.inference_mode(), tapped(self.base, taps) as self._hidden:
+            yield
+
+    @property
+    def going(self) -> list[bool]:
+        """Per row whether it goes on."""
+        return [self.output.budget(row) > 0 for row in self.numbers]
+
+    def read(self, unread: Sequence[Sequence[int]], piece: int = 0) -> Iterator[None]:
+        """Read the prompts of all rows; at the end each is given its first token.
+
+        Args:
+            unread: per row the tokens that are not in the cache, at least 1.
+            piece: pause behind every so many tokens; 0 reads all at once.
+
+        Yields:
+            Nothing, between two pieces.
+        """
+        output, numbers = self.output, self.numbers
+        tokens, counts = pad_rows(unread, output.device), [len(row) for row in unread]
+        num_tokens, parts = tokens.shape[1], list[dict[str, Tensor]]()
+        for start in range(0, num_tokens, piece or num_tokens):
+            part = tokens[:, start : start + (piece or num_tokens)]
+            own = [min(max(count - start, 0), part.shape[1]) for count in counts]
+            said = self.base.read(part, own)
+            parts.append(self._hidden())
+            if start == 0:
+                logits = said
+            else:  # rows that ended in an earlier piece have theirs
+                logits = torch.where(
+                    torch.tensor(own, device=said.device)[:, None] > 0, said, logits
+                )
+            if start + part.shape[1] < num_tokens:
+                yield
+        chosen = self.chooser.next_tokens(output, logits, numbers)
+        if self.drafter is not None:
+            root = torch.tensor(chosen, device=logits.device)
+            at_nodes = parts[0]
+            if len(parts) > 1:
+                at_nodes = {
+                    tap: torch.cat([each[tap] for each in parts], dim=1) for tap in at_nodes
+                }
+            prompts = [list(output.texts[row]) for row in numbers]
+            drawn = self.chooser.processors.imitated(self.chooser.sampler), logits.shape[-1]
+            rest = *drawn, self.acceptance.lossless, numbers
+            self.state = self.drafter.start(Prefill(prompts, tokens, counts, at_nodes, root, *rest))
         output.emit(numbers, [[token] for token in chosen])
-        going = [bool(output.budget(row)) for row in numbers]
-        if not any(going):
-            return
-        if drop and not all(going):
-            kept = [i for i, goes in enumerate(going) if goes]
-            base.cache.select(torch.tensor(kept))
-            numbers, chosen = ([each[i] for i in kept] for each in (numbers, chosen))
-            going = [True] * len(kept)
-        tokens, counts = pad_rows([[token] for token in chosen], base.device), list(map(int, going))
 
+    def step(self) -> StepResult | None:
+        """Give every row that goes on its next tokens; there has to be one.
 
-def _decode(
-    base: ModelPass,
-    drafter: Drafter,
-    output: Output,
-    chooser: Chooser,
-    asked: Settings,
-    hidden: Callable[[], dict[str, Tensor]],
-    unread: list[list[int]],
-) -> None:
-    tokens, counts = pad_rows(unread, output.device), [len(row) for row in unread]
-    numbers, prompts = list(range(len(unread))), [list(text) for text in output.texts]
-    logits = base.read(tokens, counts)
-    at_nodes = hidden()
-    chosen = chooser.next_tokens(output, logits, numbers)
-    root = torch.tensor(chosen, device=logits.device)
-    acceptance = asked.acceptance or Acceptance()
-    imitable = chooser.processors.imitated(chooser.sampler)
-    drawn = imitable, logits.shape[-1], acceptance.lossless
-    state = drafter.start(Prefill(prompts, tokens, counts, at_nodes, root, *drawn))
-    output.emit(numbers, [[token] for token in chosen])
-    while True:
-        going = [i for i, row in enumerate(numbers) if output.budget(row)]
-        if not going:
-            return
-        if asked.drops_rows and len(going) < len(numbers):
-            kept = torch.tensor(going)
-            base.cache.select(kept)
-            state = drafter.select(state, kept.to(root.device))
-            numbers = [numbers[i] for i in going]
+        Returns:
+            What was verified; None without a drafter.
+        """
+        base, output, chooser, numbers = self.base, self.output, self.chooser, self.numbers
+        if self.drafter is None:
+            last = pad_rows([output.texts[row][-1:] for row in numbers], base.device)
+            text = partial(output.texts.__getitem__, numbers[0])
+            logits = base.read_next(last, list(map(int, self.going)), text)
+            chosen = chooser.next_tokens(output, logits, numbers)
+            output.emit(numbers, [[token] for token in chosen])
+            return None
         anew = base.starts_over()
         candidates = propose(
-            drafter,
-            state,
+            self.drafter,
+            self.state,
             [1] if anew else base.within([output.budget(row) for row in numbers]),
             chain_only=base.chain_only or anew,
             trim=anew or not base.compiled,
@@ -199,16 +244,37 @@ def _decode(
         if anew:  # the root alone, the text's last token
             logits = base.read_anew(rows.texts[0])[:, None]
             base.cache.crop(-1)  # the commit adds it
-            at_nodes = {tap: states[:, -1:] for tap, states in hidden().items()}
+            at_nodes = {tap: states[:, -1:] for tap, states in self._hidden().items()}
         else:
             logits = base.verify(candidates.inputs, candidates.tree)
-            at_nodes = hidden()
-        result, processed = accept(candidates, logits, at_nodes, chooser, rows, acceptance)
+            at_nodes = self._hidden()
+        result, processed = accept(candidates, logits, at_nodes, chooser, rows, self.acceptance)
         output.keep(rows, result.path, logits, processed, chooser.sampler)
         counts = output.emit(numbers, result.new_tokens)
         base.cache.commit(result.path, counts)
         gained = [new[:n] for new, n in zip(result.new_tokens, counts, strict=True)]
-        state = drafter.observe(state, replace(result, new_tokens=gained))
+        self.state = self.drafter.observe(self.state, replace(result, new_tokens=gained))
+        return result
+
+    def leave(self) -> None:
+        """Let go of rows that have ended; the last ones move into their places, all others stay."""
+        going = self.going
+        kept, num_kept = list(range(len(going))), sum(going)
+        last = [i for i in kept[num_kept:] if going[i]]
+        kept = [i if going[i] else last.pop() for i in kept[:num_kept]]
+        self.numbers = [self.numbers[i] for i in kept]
+        if 0 < num_kept < len(going):
+            rows = torch.tensor(kept)
+            self.base.cache.select(rows)
+            if self.drafter is not None:
+                self.state = self.drafter.select(self.state, rows)
+
+    def join(self, other: Batch) -> None:
+        """Take over the rows of ``other``, behind those here; there have to be some."""
+        self.base.cache.join(other.base.cache)
+        if self.drafter is not None:
+            self.state = self.drafter.join(self.state, other.state)
+        self.numbers = [*self.numbers, *other.numbers]
 
 
 @contextlib.contextmanager

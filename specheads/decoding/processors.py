@@ -101,7 +101,7 @@ class RowProcessors:
         rest: those after them, which look at the logits alone.
     """
 
-    rows: tuple[LogitsProcessorList, ...]
+    rows: Sequence[LogitsProcessorList]
     rest: LogitsProcessorList
 
     @property

@@ -152,20 +152,46 @@ class Output:
         self.criteria: list[list[Stopping]] = []
         self.kept: list[list[tuple[Tensor, Tensor]]] | None = [] if asked.keep_scores else None
         self.num_calls = 0
+        self._removed: list[int] = []
         for prompt in prompts:
             self.add(prompt, asked.max_new_tokens)
 
-    def add(self, prompt: Sequence[int], max_new_tokens: int, ends: Collection[int] = ()) -> None:
-        """Begin one more row, which the tokens ``ends`` end too."""
-        row = len(self.rows)
-        self.rows.append(DecodedRow())
-        self.texts.append(list(prompt))
-        self.limits.append(max_new_tokens)
-        self.ends.append(ends)
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        ends: Collection[int] = (),
+        criteria: Sequence[Stopping] = (),
+    ) -> int:
+        """Begin one more row, and return its number; one that was removed is used again.
+
+        Args:
+            prompt: without padding.
+            max_new_tokens: its limit.
+            ends: tokens that end it beside those that end all rows.
+            criteria: asked beside those of all rows.
+        """
+        row = self._removed.pop() if self._removed else len(self.rows)
         own = [copy_for_row(each, row, "stopping criterion") for each in self._rules]
-        self.criteria.append(own)
+        begun: list[tuple[list[Any], Any]] = [
+            (self.rows, DecodedRow()),
+            (self.texts, list(prompt)),
+            (self.limits, max_new_tokens),
+            (self.ends, ends),
+            (self.criteria, [*own, *criteria]),
+        ]
         if self.kept is not None:
-            self.kept.append([])
+            begun.append((self.kept, []))
+        for rows, first in begun:
+            rows[row : row + 1] = [first]
+        return row
+
+    def remove(self, row: int) -> None:
+        """Forget a row that has ended, and give its number to the next that is added."""
+        self.rows[row], self.texts[row], self.criteria[row] = DecodedRow(), [], []
+        if self.kept is not None:
+            self.kept[row] = []
+        self._removed.append(row)
 
     def at(self, numbers: Sequence[int]) -> Rows:
         """Return some rows as they stand."""
@@ -195,6 +221,7 @@ class Output:
 
     def _append(self, row: int, tokens: Sequence[int]) -> int:
         decoded, kept = self.rows[row], 0
+        begun = bool(decoded.new_tokens)  # by the prefill, which is no step
         if not self.budget(row):
             return 0
         for token in tokens[: self.budget(row)]:
@@ -205,7 +232,7 @@ class Output:
             if ended or self._stops(row):
                 decoded.finished = True
                 break
-        if self.num_calls:
+        if begun:
             decoded.accept_lengths.append(kept)
         if self.asked.on_tokens is not None:
             self.asked.on_tokens(row, decoded.new_tokens[-kept:])
@@ -234,11 +261,11 @@ class Output:
                 self.kept[row] += zip(own, scores.clone(), strict=True)
 
     def _stops(self, row: int) -> bool:
-        if not self._rules:
+        if not self.criteria[row]:
             return False
         ids = torch.tensor([self.texts[row]], device=self.device)
         # all of them are asked, as one may count the tokens
-        return any([_met(each, ids) for each in self.criteria[row]])
+        return any([met(each, ids) for each in self.criteria[row]])
 
     def result(self, input_ids: Tensor, pad_token_id: int, cache: TreeCache | None) -> DecodeResult:
         """Freeze."""
@@ -266,7 +293,7 @@ class Output:
         )
 
 
-def _met(criterion: Stopping, ids: Tensor) -> bool:
+def met(criterion: Stopping, ids: Tensor) -> bool:
     """Ask a criterion about one row's text [1, T]."""
     answer: object = criterion(ids, None)
     if isinstance(answer, bool) or (isinstance(answer, Tensor) and answer.shape in ((), (1,))):

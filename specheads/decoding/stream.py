@@ -1,4 +1,4 @@
-"""Plain decoding of one prompt after the other: a row that ends makes room for the next.
+"""Decoding of one prompt after the other: a row that ends makes room for the next.
 
 In a batch all would wait for the longest answer, which among thousands is often several times the
 mean. Here a pass is over as many rows as there is room for, until the last prompts. Each row gets
@@ -12,24 +12,30 @@ evened out. Elsewhere a near-tie may fall otherwise beside other rows.
 
 from __future__ import annotations
 
-import copy
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, field, replace
 from os.path import commonprefix
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.attention.cache import TreeCache
 from specheads.attention.mask import KEY_BLOCK
+from specheads.attention.tree import batched
+from specheads.decoding.accept import Acceptance
 from specheads.decoding.choose import make_chooser
-from specheads.decoding.result import DecodedRow, Limits, Output
-from specheads.models.forward import ModelPass, pad_rows, rounds_by_shape, thresholds, undisturbed
+from specheads.decoding.loop import Batch, Settings
+from specheads.decoding.processors import RowProcessors, bind
+from specheads.decoding.result import DecodedRow, Limits, Output, Stopping
+from specheads.drafters.contract import Drafter, StepResult
+from specheads.models.forward import ModelPass, rounds_by_shape, thresholds, undisturbed
 from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
+
+if TYPE_CHECKING:
+    from specheads.decoding.generate import SpecDecoder
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class Job:
         seed: of its draws.
         owner: whatever the caller knows it by.
         ends: tokens that end it beside those that end all rows.
+        processors: logits processors that are its own, for its text alone.
+        criteria: stopping criteria, likewise.
     """
 
     ids: list[int]
@@ -49,17 +57,40 @@ class Job:
     seed: int = 0
     owner: Any = None
     ends: Collection[int] = ()
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    criteria: Sequence[Stopping] = ()
+
+    @classmethod
+    def of(cls, ids: list[int], how: Settings, owner: Any = None) -> Job:
+        """Return a prompt that is continued as ``how`` says; its criteria may keep a state."""
+        own, seed = (
+            bind(how.logits_processor, [ids], len(ids)).rows[0],
+            (how.sampler or Sampler()).seed,
+        )
+        criteria: Any = how.stopping_criteria or ()
+        return cls(ids, how.max_new_tokens, seed, owner, how.eos_token_ids, own, criteria)
 
 
 @dataclass(eq=False, repr=False)
-class PlainStream:
+class Stream:
     """Rows of a model's cache, and the prompts in them.
 
     Args:
         model: any causal language model that can decode batches; others one row at a time.
         sampler: how tokens are drawn; its seeds are not used, each job has its own.
+        drafter: proposes; None decodes one token at a time.
+        acceptance: the rule by which candidates are accepted; exact if None.
+        rest: logits processors of all jobs, behind their own; see :class:`RowProcessors`.
         eos_token_ids: tokens that end a row.
         batch_size: rows.
+        piece: read prompts so many tokens at a time, a piece with every step of the rows that are
+            there; 0 reads them when they are added. Where positions have a threshold a prompt stays
+            whole.
+        keep_scores: see :class:`Limits`.
+        prefixes: what earlier texts may share with prompts; None shares what those that come
+            together begin with.
+        compile: see :class:`Settings`.
+        same_rounding: likewise.
 
     Attributes:
         num_tokens: that all rows together were given, counted on; whoever reads may set it back.
@@ -71,24 +102,56 @@ class PlainStream:
     model: PreTrainedModel
     sampler: Sampler
     _: KW_ONLY
+    drafter: Drafter | None = None
+    acceptance: Acceptance | None = None
+    rest: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     eos_token_ids: Collection[int] = ()
     batch_size: int = 8
+    piece: int = 0
+    keep_scores: bool = False
+    prefixes: Prefixes | None = None
+    compile: bool = False
+    same_rounding: bool = False
+
+    @classmethod
+    def of(cls, decoder: SpecDecoder, how: Settings, **more: Any) -> Stream:
+        """Return rows that are decoded as ``how`` says, but for what is each job's own."""
+        sampler = how.sampler or Sampler()
+        return cls(
+            decoder.base,
+            replace(sampler, seed=0),
+            drafter=decoder.drafter,
+            acceptance=decoder.acceptance,
+            rest=bind(how.logits_processor, [[0]], 1).rest,
+            keep_scores=how.keep_scores,
+            compile=decoder.compile,
+            same_rounding=decoder.same_rounding,
+            **more,
+        )
 
     def __post_init__(self) -> None:
         support = tree_support(self.model)
         support.check_batch(self.batch_size)
         self._chain_only = support.kind == "chain"
         self._thresholds = thresholds(self.model)
-        self._alike = self.batch_size > 1 and rounds_by_shape(self.model)
+        evened = self.batch_size > 1 and self.drafter is None
+        self._alike = evened and rounds_by_shape(self.model)
         self.num_tokens = 0
         self._jobs: dict[int, Job] = {}  # by row of the output
         self._seeds: list[int] = []
-        self._output = Output([], self.model.device, Limits(0, self.eos_token_ids))
+        self._own: list[LogitsProcessorList] = []
+        asked = Limits(0, self.eos_token_ids, keep_scores=self.keep_scores)
+        self.output = Output([], self.model.device, asked)
         seeded = replace(self.sampler, seeds=self._seeds)
-        self._chooser = make_chooser(self.model, self._output, seeded)
-        self._base: ModelPass | None = None
+        processors = RowProcessors(self._own, self.rest)
+        # plain decoding of one whole prompt is what all else is compared with, and replays nothing
+        shares = self.batch_size > 1 or self.piece > 0 or self.prefixes is not None
+        exact = shares or self.drafter is not None or self.compile
+        self._chooser = make_chooser(self.model, self.output, seeded, processors, exact=exact)
         self._shared: TreeCache | None = None  # of one row: what prompts begin with
-        self._rows: list[int] = []  # of the cache: which jobs they belong to
+        self._batch: Batch | None = None
+        self._readings: list[tuple[Batch, Iterator[None]]] = []
+        self._verified: tuple[Sequence[int], StepResult] | None = None
         self._ended: list[int] = []
 
     def run(self, take: Callable[[int], Sequence[Job]]) -> Iterator[list[tuple[Job, DecodedRow]]]:
@@ -114,6 +177,11 @@ class PlainStream:
             yield ended
 
     @property
+    def _rows(self) -> list[int]:
+        batches = [self._batch, *(batch for batch, _ in self._readings)]
+        return [row for batch in batches if batch for row in batch.numbers]
+
+    @property
     def free(self) -> int:
         """How many rows are free."""
         return self.batch_size - len(self._rows)
@@ -133,9 +201,8 @@ class PlainStream:
                 return num
         return 0
 
-    @torch.inference_mode()
     def add(self, jobs: Sequence[Job]) -> None:
-        """Read the prompts of jobs, as many as fit.
+        """Read the prompts of jobs, as many as fit, or begin to.
 
         Raises:
             ValueError: for an empty prompt, a limit below 1, or more jobs than fit.
@@ -146,22 +213,36 @@ class PlainStream:
             return
         if self.num_fitting(jobs) < len(jobs):
             raise ValueError(f"{len(jobs)} jobs lie on other sides of {self._thresholds} than rows")
-        rows = list(range(len(self._seeds), len(self._seeds) + len(jobs)))
-        for row, job in zip(rows, jobs, strict=True):
-            self._jobs[row] = job
-            self._seeds.append(job.seed)
-            self._output.add(job.ids, job.limit, job.ends)
-        base, known = self._begin([job.ids for job in jobs])
+        rows = []
+        for job in jobs:
+            number = self.output.add(job.ids, job.limit, job.ends, job.criteria)
+            rows.append(number)
+            self._jobs[number] = job
+            self._seeds[number : number + 1] = [job.seed]
+            self._own[number : number + 1] = [job.processors]
+        with torch.inference_mode():
+            base, known = self._begin([job.ids for job in jobs])
         unread = [job.ids[n:] for n, job in zip(known, jobs, strict=True)]
-        tokens = pad_rows(unread, base.device)
-        rows = self._emit(base, tokens, [len(ids) for ids in unread], rows)
-        if not rows:
-            return
-        if self._base is None:
-            self._base = base
-        else:
-            self._base.cache.join(base.cache)
-        self._rows += rows
+        acceptance = self.acceptance or Acceptance()
+        batch = Batch(base, self.output, self._chooser, self.drafter, acceptance, rows)
+        piece = 0 if self._thresholds.name else self.piece
+        self._readings.append((batch, batch.read(unread, piece)))
+        if max(map(len, unread)) <= (piece or sys.maxsize):
+            self._read_on(-1)
+
+    def _read_on(self, which: int) -> None:
+        """Read the next piece of prompts that are being read."""
+        batch, pieces = self._readings.pop(which)
+        with batch.passes():
+            if any(batch.going) and next(pieces, self) is not self:
+                self._readings.insert(0, (batch, pieces))
+                return
+            self.num_tokens += self._num_new(batch)
+            self._leave(batch)
+            if batch.numbers and self._batch is not None:
+                self._batch.join(batch)
+            elif batch.numbers:
+                self._batch = batch
 
     def _begin(self, prompts: list[list[int]]) -> tuple[ModelPass, list[int]]:
         """Return a pass for prompts, and how many tokens of each its cache holds already.
@@ -169,68 +250,131 @@ class PlainStream:
         What several prompts begin with, such as a template's system turn, is read once for all
         that follow, and its keys are copied.
         """
-        room, multiple = 0 if self._base else self.batch_size, KEY_BLOCK if self._alike else 1
-        known = [0] * len(prompts)
-        if self._shared is None and len(prompts) > 1:
+        room, multiple = 0 if self._batch else self.batch_size, KEY_BLOCK if self._alike else 1
+        shared = self._shared
+        if self.prefixes is not None:
+            shared = self.prefixes.longest(list(commonprefix(prompts))) or shared
+        elif shared is None and len(prompts) > 1:
             common = list(commonprefix([ids[:-1] for ids in prompts]))
             if common:
                 first = ModelPass(self.model, TreeCache(multiple=multiple))
                 first.read(torch.tensor([common], device=first.device), [len(common)])
-                self._shared, first.cache.tokens = first.cache, [common]
-        if self._shared is None:
-            cache = TreeCache(room, multiple)
-            return ModelPass(self.model, cache, chain_only=self._chain_only), known
-        cache = copy.deepcopy(self._shared)
-        cache.room = room
+                shared = self._shared = first.cache
+                shared.tokens = [common]
+        how = {"compiled": self.compile, "same_rounding": self.same_rounding}
+        how["chain_only"] = self._chain_only
+        if shared is None:
+            return ModelPass(self.model, TreeCache(room, multiple), **how), [0] * len(prompts)
+        cache = shared.copy_of(0)
+        cache.room, cache.tokens, cache.rows.multiple = room, shared.tokens, multiple
         cache.select(torch.zeros(len(prompts), dtype=torch.long))
-        base = ModelPass(self.model, cache)
+        base = ModelPass(self.model, cache, **how)
         known, cache.tokens = base.align(prompts), []
         return base, known
 
-    @torch.inference_mode()
     def step(self) -> None:
-        """Give every row its next token; there has to be one."""
-        assert self._base is not None
-        last = [self._output.texts[row][-1:] for row in self._rows]
-        tokens = pad_rows(last, self._base.device)
-        self._rows = self._emit(self._base, tokens, [1] * len(last), self._rows)
-        if not self._rows:
-            self._base = None
+        """Give every row its next tokens, and read a piece of a prompt; one of both has to be."""
+        if self._readings:
+            self._read_on(0)
+        if self._batch is not None:
+            self._leave(self._batch)  # those that were cancelled
+        if (batch := self._batch) is None:
+            return
+        with batch.passes():
+            before = self._num_new(batch)
+            verified = batch.step()
+            self._verified = None if verified is None else (batch.numbers, verified)
+            self.num_tokens += self._num_new(batch) - before
+            self._leave(batch)
 
-    def _emit(
-        self, base: ModelPass, tokens: Tensor, counts: list[int], rows: list[int]
-    ) -> list[int]:
-        """Read tokens, choose the next ones; return the rows that go on."""
-        text = partial(self._output.texts.__getitem__, rows[0])
-        if self._alike and tokens.numel() == 1:  # products round one row otherwise than several
-            base.cache.select(torch.zeros(2, dtype=torch.long))
-            logits = base.read_next(tokens.repeat(2, 1), [1, 1], text)[:1]
-            base.cache.select(torch.zeros(1, dtype=torch.long))
-        else:
-            logits = base.read_next(tokens, counts, text)
-        chosen = self._chooser.next_tokens(self._output, logits, rows)
-        self._output.emit(rows, [[token] for token in chosen])
-        self.num_tokens += len(rows)
-        going = [self._output.budget(row) > 0 for row in rows]
-        self._ended += [row for row, goes in zip(rows, going, strict=True) if not goes]
-        kept, num_kept = list(range(len(rows))), sum(going)
-        # the last rows move into the places of those that have ended, all others stay
-        last = [i for i in kept[num_kept:] if going[i]]
-        kept = [i if going[i] else last.pop() for i in kept[:num_kept]]
-        if 0 < num_kept < len(rows):
-            base.cache.select(torch.tensor(kept))
-        return [rows[i] for i in kept]
+    def _num_new(self, batch: Batch) -> int:
+        return sum(len(self.output.rows[row].new_tokens) for row in batch.numbers)
+
+    def _leave(self, batch: Batch) -> None:
+        ended = [(i, row) for i, row in enumerate(batch.numbers) if not batch.going[i]]
+        for i, row in ended:
+            if self.prefixes is not None and batch.base.cache.lengths[i]:
+                text = self.output.texts[row]
+                self.prefixes.keep(batch.base.cache, i, text)
+        self._ended += [row for _, row in ended]
+        batch.leave()
+        if batch is self._batch and not batch.numbers:
+            self._batch = None
+
+    def cancel(self, number: int) -> None:
+        """End a row with its next step; its tokens so far are what it was continued with."""
+        self.output.limits[number] = len(self.output.rows[number].new_tokens)
+
+    @property
+    def jobs(self) -> list[tuple[int, Job]]:
+        """Rows of the output, and the jobs in them, that have not been taken yet."""
+        return list(self._jobs.items())
+
+    def trees(self) -> dict[int, list[tuple[int, int, bool]]]:
+        """Return what the last step verified: per row its nodes' parents, tokens, and if accepted.
+
+        Padding is left out.
+        """
+        if self._verified is None:
+            return {}
+        numbers, result = self._verified
+        parents = batched(result.tree, result.tree.parents).expand_as(result.tokens).tolist()
+        rows = zip(numbers, parents, result.tokens.tolist(), result.path.tolist(), strict=True)
+        found = {}
+        for number, above, tokens, path in rows:
+            place = {-1: -1}
+            nodes: list[tuple[int, int, bool]] = []
+            for node, (parent, token) in enumerate(zip(above, tokens, strict=True)):
+                if token >= 0 and parent in place:
+                    place[node] = len(nodes)
+                    nodes.append((place[parent], token, node in path))
+            found[number] = nodes
+        return found
 
     def take_ended(self) -> list[tuple[Job, DecodedRow]]:
         """Return the jobs that have ended since the last call, and what they were continued with.
 
         Nothing is kept of them here.
         """
-        ended = [(self._jobs.pop(row), self._output.rows[row]) for row in self._ended]
+        ended = [(self._jobs.pop(row), self.output.rows[row]) for row in self._ended]
         for row in self._ended:
-            self._output.texts[row], self._output.rows[row] = [], DecodedRow()
+            self.output.remove(row)
         self._ended = []
         return ended
+
+
+class Prefixes:
+    """The latest texts' keys and values, one row each, for prompts that begin alike.
+
+    Args:
+        most: tokens of all together; the oldest give way.
+        least: shorter beginnings are read again, which takes no longer than a copy.
+    """
+
+    def __init__(self, most: int, least: int = 16) -> None:
+        self.most, self.least = most, least
+        self._held: list[TreeCache] = []  # the latest last
+
+    def longest(self, prompt: Sequence[int]) -> TreeCache | None:
+        """Return the text that shares most with the beginning of a prompt; not to be changed."""
+        lengths = [len(commonprefix([each.tokens[0], list(prompt)])) for each in self._held]
+        best = max(range(len(lengths)), key=lengths.__getitem__, default=None)
+        if best is None or lengths[best] < self.least:
+            return None
+        self._held.append(self._held.pop(best))
+        return self._held[-1]
+
+    def keep(self, cache: TreeCache, row: int, text: Sequence[int]) -> None:
+        """Keep a copy of a row, whose tokens ``text`` begins with."""
+        tokens = list(text[: cache.lengths[row]])
+        if not self.least <= len(tokens) <= self.most:
+            return
+        own = cache.copy_of(row)
+        own.tokens = [tokens]
+        # a conversation goes on: what the text begins with is not needed beside it
+        self._held = [e for e in self._held if e.tokens[0] != tokens[: e.lengths[0]]] + [own]
+        while sum(each.lengths[0] for each in self._held) > self.most:
+            del self._held[0]
 
 
 def continue_prompts(
@@ -266,7 +410,7 @@ def continue_prompts(
     with undisturbed(model):
         rows = batch_size if tree_support(model).kind == "tree" else 1
         sampler = Sampler(temperature=temperature)
-        stream = PlainStream(model, sampler, eos_token_ids=eos_token_ids, batch_size=rows)
+        stream = Stream(model, sampler, eos_token_ids=eos_token_ids, batch_size=rows)
 
         def take(num: int) -> list[Job]:
             taken, waiting[:num] = waiting[:num], []

@@ -57,10 +57,10 @@ class Prefill:
         num_tokens: per row how many of the T are real, at least 1.
         hidden: tap -> [B, T, d].
         root: [B], the first new token.
-        sampler: how the base model's tokens are drawn, which a drafter that samples imitates. Row b
-            draws with its seed + b.
+        sampler: how the base model's tokens are drawn, which a drafter that samples imitates.
         vocab_size: V, how many tokens the base model has logits for; 0: unknown.
         lossless: tokens are the base's, so that a guess may follow the noise of its draws.
+        numbers: [B], as which rows they draw; from 0 on if None.
     """
 
     ids: Sequence[Sequence[int]]
@@ -71,6 +71,12 @@ class Prefill:
     sampler: Sampler = Sampler()
     vocab_size: int = 0
     lossless: bool = True
+    numbers: Sequence[int] | None = None
+
+    @property
+    def rows(self) -> list[int]:
+        """[B], as which rows they draw."""
+        return list(range(len(self.ids)) if self.numbers is None else self.numbers)
 
     def last_hidden(self, *taps: str) -> Tensor:
         """Return the hidden states [B, d] at each row's last real token, of taps side by side."""
@@ -147,3 +153,6 @@ class Drafter(Protocol):
 
     def select(self, state: Any, rows: Tensor) -> Any:
         """Return the state of the rows ``rows`` [R] (long); the others have ended."""
+
+    def join(self, state: Any, other: Any) -> Any:
+        """Return the state of the rows of both, which this drafter started one after the other."""

@@ -203,3 +203,11 @@ class DraftHeadsDrafter:
         if state.heads is not None:
             state.heads = self._inner.select(state.heads, rows.to(state.heads.root.device))
         return state
+
+    @torch.inference_mode()
+    def join(self, state: DraftHeadsState, other: DraftHeadsState) -> DraftHeadsState:
+        """Take the rows of both; draft model and heads read what they have not."""
+        with capture_hidden(self.draft, self._inner.taps) as captured:
+            heads = [self._read(each, captured) for each in (state, other)]
+        state.cache.join(other.cache)
+        return DraftHeadsState(state.cache, self._inner.join(*heads))

@@ -70,7 +70,7 @@ class DraftCache:
         self.texts = [[*ids, root] for ids, root in zip(prefill.ids, roots, strict=True)]
         support.check_batch(len(self.texts))
         self.forward = ModelPass(draft, TreeCache(), chain_only=support.kind == "chain")
-        self.rows = list(range(len(self.texts)))
+        self.rows = prefill.rows
         self.sampler, self.vocab_size = prefill.sampler, prefill.vocab_size
         self.room = context_length(draft)
         self._num_embeddings = input_embedding(draft).shape[0]
@@ -180,6 +180,15 @@ class DraftCache:
         self.root = self.root[rows.to(self.root.device)]
         return self
 
+    def join(self, other: DraftCache) -> DraftCache:
+        """Take over the rows of ``other``; both read what they have not."""
+        for each in (self, other):
+            each.sync()
+        self.forward.cache.join(other.forward.cache)
+        self.texts, self.rows = self.texts + other.texts, self.rows + other.rows
+        self.root = torch.cat([self.root, other.root])
+        return self
+
     def limits(self, wanted: Sequence[int]) -> list[int]:
         """Return per row how deep its guesses may be: the draft model has positions for no more."""
         if self.room is None:
@@ -204,13 +213,13 @@ class DraftCache:
             coupled: the noise that the base model draws with at the same positions; else noise that
                 nothing else uses.
         """
-        seed, size, device = self.sampler.seed, logits.shape[-1], logits.device
+        size, device = logits.shape[-1], logits.device
         after = [len(text) for text in self.texts]  # where the first guess stands
         if coupled:
             whole = max(size, self.vocab_size)  # the base keeps noise of its own vocabulary
             return self.sampler.noise_from(after, num, whole, device, self.rows)[..., :size]
         roots = torch.tensor(after, device=device) - 1
-        return draft_noise(seed, roots, num, size, self.rows)
+        return draft_noise(0, roots, num, size, self.sampler.seeds_of(self.rows))
 
 
 SAMPLINGS = ("greedy", "sampled", "coupled")
@@ -372,6 +381,11 @@ class DraftModelDrafter:
         kept = rows.tolist()
         lengths, ended = [state.lengths[row] for row in kept], [state.ended[row] for row in kept]
         return DraftState(state.cache.select(rows), lengths, ended)
+
+    def join(self, state: DraftState, other: DraftState) -> DraftState:
+        """Take the rows of both."""
+        lengths, ended = state.lengths + other.lengths, state.ended + other.ended
+        return DraftState(state.cache.join(other.cache), lengths, ended)
 
 
 def _draft_probs(probs_of: Sequence[Tensor], vocab_size: int) -> Tensor:

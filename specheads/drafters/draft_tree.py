@@ -80,6 +80,10 @@ class CachedTreeDrafter:
         """Keep some rows."""
         return state.select(rows)
 
+    def join(self, state: DraftCache, other: DraftCache) -> DraftCache:
+        """Take the rows of both."""
+        return state.join(other)
+
 
 class DraftTreeDrafter(CachedTreeDrafter):
     """Grows the tree that a draft model finds most probable, per row and step.

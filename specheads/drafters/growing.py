@@ -379,6 +379,10 @@ class TextDrafter:
         """Keep some rows."""
         return TextRows([state.rows[row] for row in rows.tolist()], state.device)
 
+    def join(self, state: TextRows, other: TextRows) -> TextRows:
+        """Take the rows of both."""
+        return TextRows([*state.rows, *other.rows], state.device)
+
 
 def pack(
     rows: Sequence[OneTree],

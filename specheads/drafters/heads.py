@@ -246,7 +246,7 @@ class HeadsDrafter:
         if prefill.sampler.temperature > 0 and prefill.lossless:
             size = max(prefill.vocab_size, self.heads.vocab_size)
             lengths = [len(ids) + 1 for ids in prefill.ids]
-            draws = Draws(prefill.sampler, size, [*range(len(lengths))], lengths)
+            draws = Draws(prefill.sampler, size, prefill.rows, lengths)
         if isinstance(self.shape, Tree):
             self.shape = self.shape.to(root.device)
         memory = self.heads.memory(len(prefill.num_tokens), self.embed)
@@ -312,6 +312,18 @@ class HeadsDrafter:
             memory=state.memory and state.memory.select(rows),
             unread=[part.select(rows) for part in state.unread],
         )
+
+    def join(self, state: HeadsState, other: HeadsState) -> HeadsState:
+        """Take the rows of both; layers that attend read what they have not."""
+        hidden = torch.cat([self.read(state), self.read(other)], dim=-2)
+        draws, more, memory = state.draws, other.draws, state.memory
+        if draws is not None and more is not None:
+            rows, lengths = draws.rows + more.rows, draws.lengths + more.lengths
+            draws = replace(draws, rows=rows, lengths=lengths)
+        if memory is not None and other.memory is not None:
+            memory = memory.join(other.memory)
+        root = torch.cat([state.root, other.root])
+        return replace(state, root=root, hidden=hidden, memory=memory, draws=draws)
 
     def read(self, state: HeadsState) -> Tensor:
         """Let layers that attend read on; return the hidden states that heads guess from."""

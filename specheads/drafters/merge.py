@@ -520,6 +520,13 @@ class HybridDrafter:
         rates, values = [state.rates[row] for row in kept], [state.values[row] for row in kept]
         return HybridState(members, rates, values, state.device)
 
+    def join(self, state: HybridState, other: HybridState) -> HybridState:
+        """Take the rows of both."""
+        each = zip(self.members, state.members, other.members, strict=True)
+        members = [member.join(*states) for member, *states in each]
+        rates, values = state.rates + other.rates, state.values + other.values
+        return HybridState(members, rates, values, state.device)
+
 
 def _trees(member: Drafter, state: Any) -> list[tuple[Sequence[int], Sequence[int], Sequence[int]]]:
     """Ask a member; return per row tokens, parents and what is read, see :meth:`Trie.add`.

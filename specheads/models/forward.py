@@ -400,8 +400,16 @@ class ModelPass:
         Returns:
             [B, V].
         """
+        cache = self.cache
+        if cache.rows.multiple > 1 and tokens.numel() == 1:
+            # matrix products round one row otherwise than several
+            cache.reserve(1, 1)
+            cache.select(torch.zeros(2, dtype=torch.long))
+            logits = self.read(tokens.repeat(2, 1), [*counts, *counts])[:1]
+            cache.select(torch.zeros(1, dtype=torch.long))
+            return logits
         num_rows, num_tokens = tokens.shape
-        cache, self.num_tokens = self.cache, num_tokens
+        self.num_tokens = num_tokens
         cache.reserve(num_rows, num_tokens)
         self._note_side(num_tokens)
         compiled = self.compiled and num_tokens == 1 and cache.layers

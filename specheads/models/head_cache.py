@@ -272,6 +272,13 @@ class Slots:
                 mine.buffers = tuple(each[rows.to(each.device)] for each in theirs.buffers)
         return found
 
+    def join(self, other: Slots, num_rows: int) -> Slots:
+        """Return a copy of the ``num_rows`` rows here and, behind them, those of ``other``."""
+        found = self.select(torch.arange(num_rows))
+        for mine, theirs in zip(found.layers, other.layers, strict=True):
+            mine.join(theirs)
+        return found
+
 
 @dataclass(frozen=True)
 class RowCache:
@@ -289,6 +296,11 @@ class RowCache:
         """Keep the rows ``rows`` [R] (long), in that order."""
         lengths = tuple(self.lengths[row] for row in rows.tolist())
         return replace(self, slots=self.slots.select(rows), lengths=lengths)
+
+    def join(self, other: Self) -> Self:
+        """Return the rows of both; something of all texts was read."""
+        slots = self.slots.join(other.slots, len(self.lengths))
+        return replace(self, slots=slots, lengths=self.lengths + other.lengths)
 
     def grown(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Return the lengths with ``counts[b]`` positions more in each row."""
@@ -313,6 +325,11 @@ class RootCache(RowCache):
         """Keep the rows ``rows`` [R] (long), in that order."""
         here = rows.to(self.ends.device)
         return replace(super().select(here), ends=self.ends[here], root=self.root[..., here, :])
+
+    def join(self, other: Self) -> Self:
+        """Return the rows of both; something of all texts was read."""
+        ends, root = (self.ends, other.ends), (self.root, other.root)
+        return replace(super().join(other), ends=torch.cat(ends), root=torch.cat(root, dim=-2))
 
     def moved(self, counts: Sequence[int], root: Tensor) -> Self:
         """Return this cache with ``counts[b]`` positions more in each row, of which ``root`` came.

@@ -56,6 +56,9 @@ class HeadCache(Protocol):
     def select(self, rows: Tensor) -> Self:
         """Return the cache of the rows ``rows`` [R] (long), in that order."""
 
+    def join(self, other: Self) -> Self:
+        """Return the cache of the rows of both; something of all texts was read."""
+
 
 class Walk(Protocol):
     """One step's way down a tree, level by level; called without gradients.

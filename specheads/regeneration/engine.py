@@ -1,7 +1,7 @@
 """Answer records with the base model itself, many at a time; no answer knows its neighbours.
 
 Each row draws with a seed made from the run's seed and its record's id. In float32, and in 16 bits
-where :class:`~specheads.decoding.stream.PlainStream` says so, an answer is therefore the same
+where :class:`~specheads.decoding.stream.Stream` says so, an answer is therefore the same
 whatever batch it falls in, in which order, and after how many restarts.
 
 Below is who answers when ``regenerate`` is run: which weights, with which settings.
@@ -13,24 +13,21 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, RegenerateConfig
 from specheads.data.schema import Record, RecordError
 from specheads.decoding.exported import exported_drafter
-from specheads.decoding.loop import decode
-from specheads.decoding.result import DecodedRow, pad_left
-from specheads.decoding.stream import Job, PlainStream
+from specheads.decoding.result import DecodedRow
+from specheads.decoding.stream import Job, Stream
 from specheads.drafters.contract import Drafter
 from specheads.models import base as bases
 from specheads.models.checkpoint import load_export, read_config
 from specheads.models.digest import file_sha256, weight_files
-from specheads.models.forward import groups_by_side
 from specheads.models.names import base_digest, model_folder, resolve_name
 from specheads.models.support import tree_support
 from specheads.regeneration.answers import Outcome, Sampling, record_seed
@@ -79,25 +76,6 @@ class Engine:
             records: an order of which every beginning is a fair sample; neighbours are sorted by
                 length within :data:`POOL` batches.
         """
-        answers = self._one_by_one if self.drafter is None else self._by_batches
-        return answers(records)
-
-    def _taken(self) -> Outcome:
-        found, self._outcome = self._outcome, Outcome()
-        return found
-
-    def _pools(self, records: Sequence[Record]) -> Iterator[list[Dialogue]]:
-        """Yield dialogues by length, some at a time."""
-        size = self.batch_size * POOL
-        for start in range(0, len(records), size):
-            talks: list[Dialogue] = []
-            for record in records[start : start + size]:
-                with self._outcome.quarantining(record):
-                    talks += self._begun(record)
-            yield sorted(talks, key=lambda talk: (len(talk.turns), len(talk.ids)))
-
-    def _one_by_one(self, records: Sequence[Record]) -> Iterator[Outcome]:
-        """Answer plainly: whenever rows have ended, the next dialogues take their places."""
         waiting: deque[Dialogue] = deque()
         pools, start = self._pools(records), time.monotonic()
 
@@ -118,22 +96,25 @@ class Engine:
                 start = time.monotonic()
         yield self._taken()
 
-    def stream(self, sampler: Sampler) -> PlainStream:
-        """Return rows for the base model's own plain decoding."""
-        ends, size = self.turns.end_tokens, self.batch_size
-        return PlainStream(self.base, sampler, eos_token_ids=ends, batch_size=size)
+    def _taken(self) -> Outcome:
+        found, self._outcome = self._outcome, Outcome()
+        return found
 
-    def _by_batches(self, records: Sequence[Record]) -> Iterator[Outcome]:
-        """Answer with heads, whose state belongs to a batch."""
-        for talks in self._pools(records):
-            for i in range(0, len(talks), self.batch_size):
-                batch = talks[i : i + self.batch_size]
-                while batch:
-                    rows = self.decode([self._job(talk) for talk in batch])
-                    self._outcome.num_tokens += sum(len(row.new_tokens) for row in rows)
-                    batch = self._settle(zip(batch, rows, strict=True))
-                yield self._taken()
-        yield self._taken()
+    def _pools(self, records: Sequence[Record]) -> Iterator[list[Dialogue]]:
+        """Yield dialogues by length, some at a time."""
+        size = self.batch_size * POOL
+        for start in range(0, len(records), size):
+            talks: list[Dialogue] = []
+            for record in records[start : start + size]:
+                with self._outcome.quarantining(record):
+                    talks += self._begun(record)
+            yield sorted(talks, key=lambda talk: (len(talk.turns), len(talk.ids)))
+
+    def stream(self, sampler: Sampler) -> Stream:
+        """Return rows for the base model's own decoding."""
+        ends, size = self.turns.end_tokens, self.batch_size
+        drafter = self.drafter
+        return Stream(self.base, sampler, drafter=drafter, eos_token_ids=ends, batch_size=size)
 
     def _settle(self, ended: Iterable[tuple[Dialogue, DecodedRow]]) -> list[Dialogue]:
         """Give dialogues their next answers; return those in which another one is due."""
@@ -177,22 +158,6 @@ class Engine:
     def _job(self, talk: Dialogue) -> Job:
         limit = min(self.sampling.max_new_tokens, self.context - len(talk.ids))
         return Job(talk.ids, limit, record_seed(self.sampling.seed, talk.record["id"]), talk)
-
-    def decode(self, jobs: Sequence[Job]) -> list[DecodedRow]:
-        """Continue prompts with the drafter, those of one limit together."""
-        assert self.drafter is not None
-        found: dict[int, DecodedRow] = {}
-        how: dict[str, Any] = {"eos_token_ids": self.turns.end_tokens}
-        spans = [(len(job.ids), len(job.ids) + job.limit) for job in jobs]
-        for rows in groups_by_side(self.base, spans):
-            for limit in sorted({jobs[i].limit for i in rows}):
-                some = [i for i in rows if jobs[i].limit == limit]
-                prompts = [torch.tensor([jobs[i].ids], device=self.base.device) for i in some]
-                ids, how["attention_mask"] = pad_left(prompts)
-                how["sampler"] = replace(self.sampling, seeds=[jobs[i].seed for i in some])
-                done = decode(self.base, self.drafter, ids, max_new_tokens=limit, **how)
-                found |= zip(some, done.rows, strict=True)
-        return [found[i] for i in range(len(jobs))]
 
 
 @dataclass(frozen=True)

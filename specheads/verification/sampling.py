@@ -13,7 +13,7 @@ sample need noise of their own: streams of the same generator that have nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -202,6 +202,10 @@ class Sampler:
         at_least(self, temperature=0, top_k=0)
         within(self, top_p="(0, 1]")
 
+    def seeds_of(self, rows: Iterable[int]) -> list[int]:
+        """Return the seeds that rows draw with."""
+        return [self.seeds[row] if self.seeds else self.seed + row for row in rows]
+
     def warp(self, logits: Tensor) -> Tensor:
         """Apply temperature, then top-k, then top-p, as transformers does; [..., V] to float32."""
         scores = logits.float()
@@ -275,7 +279,7 @@ class Sampler:
             [B, num, V] float32, as :func:`gumbel_noise` makes it.
         """
         numbers = range(len(starts)) if rows is None else rows
-        seeds = [self.seeds[row] if self.seeds else self.seed + row for row in numbers]
+        seeds = self.seeds_of(numbers)
         size = max(1, min(64, _KEPT_NOISE // vocab_size))
         if len(starts) * (2 + (num - 1) // size) > _KEPT_BLOCKS:
             ahead = torch.arange(num, device=device)

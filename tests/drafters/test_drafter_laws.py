@@ -16,6 +16,7 @@ from specheads.attention.tree import Tree, default_tree
 from specheads.config import HeadsConfig
 from specheads.decoding.costs import Blank
 from specheads.decoding.loop import decode
+from specheads.decoding.stream import Job, Stream
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.draft_tree import DraftTreeDrafter, SampledTreeDrafter
@@ -207,3 +208,32 @@ def test_no_tensor_is_left_on_the_cpu(name: str) -> None:
 def test_the_laws_of_lookahead_hold(name: str) -> None:
     """Prevents rows that share a pool or a window, on models that repeat themselves."""
     assert check_deterministic(base(LOOPING, name), lambda: LookaheadDrafter(4, 3, 3)) > 1
+
+
+@pytest.mark.parametrize("piece", [0, 4])
+@pytest.mark.parametrize("name", [*DETERMINISTIC, *SAMPLED])
+def test_rows_that_come_later_get_what_they_would_get_alone(name: str, piece: int) -> None:
+    """Prevents a server in which a newcomer draws with another's noise, or reads another's text.
+
+    Prompts come one at a time, while other rows are at any step of theirs, read whole or in pieces.
+    """
+    made = {name: make for name, (make, _) in DETERMINISTIC.items()} | SAMPLED
+    texts = [row[0].tolist() for row in ROWS]
+    waiting = [Job(texts[i % 3] + [i] * i, 5 + 4 * (i % 3), 50 + i) for i in range(5)]
+    alone = {
+        job.seed: decode(
+            base(),
+            made[name](),
+            torch.tensor([job.ids]),
+            max_new_tokens=job.limit,
+            sampler=Sampler(0.8, seed=job.seed),
+        ).new_tokens
+        for job in waiting
+    }
+    stream = Stream(base(), Sampler(0.8), drafter=made[name](), batch_size=3, piece=piece)
+
+    def take(num: int) -> list[Job]:
+        return [waiting.pop(0)] if num and waiting else []
+
+    found = {job.seed: row.new_tokens for ended in stream.run(take) for job, row in ended}
+    assert found == alone
