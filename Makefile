@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart docs test test-all test-distributed test-real fuzz bench bench-full \
+.PHONY: help setup quickstart docs test test-all test-distributed test-real test-browser fuzz bench bench-full \
 	bench-real real real-train lint test-engines engine-exports
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-real        measure all figures on SmolLM2 again (90 minutes at most)"
 	@echo "                       all of these but real go on where they were stopped with BENCH=--resume"
 	@echo "make test-real         the tests that need SmolLM2"
+	@echo "make test-browser      the race of specheads serve in Chromium, which has to be there"
 	@echo "make test-engines      let engines decode what we export, beside our own decoding; installs them (8 GB)"
 	@echo "make docs              the pages as a site in build/site, links checked"
 	@echo "make lint              ruff and mypy"
@@ -60,13 +61,18 @@ test: lint
 	$(PYTEST)
 
 test-all: lint
-	$(PYTEST) -m "not gpu and not real"
+	$(PYTEST) -m "not gpu and not real and not browser"
 
 test-distributed: $(STAMP)
 	$(BIN)/pytest -q -m distributed
 
 test-real: $(STAMP)
 	$(BIN)/pytest -q -m real
+
+# Needs Chromium: apt install chromium
+test-browser: $(STAMP)
+	$(BIN)/python -m pip install -q "playwright>=1.50"
+	$(BIN)/pytest -q -m browser tests/serve
 
 # The default tests draw the same examples every time; here it is FUZZ="--seed N" that repeats them.
 fuzz: $(STAMP)

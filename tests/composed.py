@@ -58,6 +58,7 @@ def changed(cfg: Any, word: str) -> Any:
 
 def taken_literally(program: str) -> tuple[str, ...]:
     """Return the keys of a command that Hydra never sees."""
-    code = (ROOT / "specheads" / f"{program}.py").read_text()
+    module = ROOT / "specheads" / program
+    code = (module / "__init__.py" if module.is_dir() else module.with_suffix(".py")).read_text()
     _, _, keys = code.partition("literal=(")
     return tuple(f"{key}=" for key in re.findall(r'"(\w+)"', keys.partition(")")[0]))

@@ -21,6 +21,7 @@ from specheads.config.commands import (
     QualityConfig,
     QuestionsConfig,
     RegenerateConfig,
+    ServeConfig,
     SpecBenchConfig,
     TreeSearchConfig,
 )

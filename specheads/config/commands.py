@@ -160,6 +160,26 @@ class ChatConfig(TextSettings):
 
 
 @dataclass
+class ServeConfig(SpreadSettings, CheckpointSettings):
+    """Everything ``python -m specheads.serve`` accepts; the API key is ``SPECHEADS_API_KEY``."""
+
+    host: str = "127.0.0.1"  # 0.0.0.0 or ::: every address of this machine
+    port: int = within("[0, 65535]", 8000)  # 0: a free one
+    name: str = ""  # of the model, for clients; empty: the last part of checkpoint
+    drafters: list[str] = field(default_factory=list)  # more of decode.drafter's names, to choose
+    batch_size: int = at_least(1, 8)  # prompts that are decoded together
+    queue: int = at_least(0, 64)  # prompts that may wait; further ones are answered 429
+    max_new_tokens: int = at_least(1, 4096)  # of one answer, whatever is asked for
+    piece: int = at_least(16, 256)  # tokens of a prompt that are read between two steps
+    prefix_tokens: int = at_least(0, 8192)  # of earlier texts that are not read again; 0: none
+    deadline: float = positive(600.0)  # seconds that an answer may take, waiting included
+    grace: float = at_least(0, 30.0)  # seconds for what is being answered when a signal comes
+    max_body: int = at_least(1, 1 << 20)  # bytes of a request
+    body_seconds: float = positive(30.0)  # that it may take to arrive, and a connection be idle
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+
+
+@dataclass
 class BenchConfig(MeasureSettings, CheckpointSettings):
     """Everything ``python -m specheads.bench`` accepts."""
 
