@@ -47,7 +47,10 @@ def posted(port: int, path: str, body: Any) -> str:
         headers={"Content-Type": "application/json"},
         timeout=60,
     )
-    found = answer.json()
+    try:
+        found = answer.json()
+    except ValueError:
+        return f"{answer.status_code}: NO JSON"
     return f"{answer.status_code}: {found['error']['message'] if 'error' in found else 'an answer'}"
 
 

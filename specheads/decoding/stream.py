@@ -91,6 +91,8 @@ class Stream:
             together begin with.
         compile: see :class:`Settings`.
         same_rounding: likewise.
+        evened: without a drafter, let a row round alike alone and beside others, where that can be
+            had; a row that is alone then takes as long as two.
 
     Attributes:
         num_tokens: that all rows together were given, counted on; whoever reads may set it back.
@@ -112,6 +114,7 @@ class Stream:
     prefixes: Prefixes | None = None
     compile: bool = False
     same_rounding: bool = False
+    evened: bool = True
 
     @classmethod
     def of(cls, decoder: SpecDecoder, how: Settings, **more: Any) -> Stream:
@@ -126,6 +129,7 @@ class Stream:
             keep_scores=how.keep_scores,
             compile=decoder.compile,
             same_rounding=decoder.same_rounding,
+            evened=False,
             **more,
         )
 
@@ -134,7 +138,7 @@ class Stream:
         support.check_batch(self.batch_size)
         self._chain_only = support.kind == "chain"
         self._thresholds = thresholds(self.model)
-        evened = self.batch_size > 1 and self.drafter is None
+        evened = self.evened and self.batch_size > 1 and self.drafter is None
         self._alike = evened and rounds_by_shape(self.model)
         self.num_tokens = 0
         self._jobs: dict[int, Job] = {}  # by row of the output
@@ -291,11 +295,11 @@ class Stream:
         return sum(len(self.output.rows[row].new_tokens) for row in batch.numbers)
 
     def _leave(self, batch: Batch) -> None:
-        ended = [(i, row) for i, row in enumerate(batch.numbers) if not batch.going[i]]
+        ended = [each for each in enumerate(batch.numbers) if not self.output.budget(each[1])]
+        cache = batch.base.cache
         for i, row in ended:
-            if self.prefixes is not None and batch.base.cache.lengths[i]:
-                text = self.output.texts[row]
-                self.prefixes.keep(batch.base.cache, i, text)
+            if self.prefixes is not None and cache.lengths:  # else it was cancelled unread
+                self.prefixes.keep(cache, i, self.output.texts[row])
         self._ended += [row for _, row in ended]
         batch.leave()
         if batch is self._batch and not batch.numbers:

@@ -22,7 +22,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, generate_latest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from transformers import SequenceBiasLogitsProcessor
 
@@ -40,6 +40,15 @@ _MOST_CHOICES, _MOST_LOGPROBS = 16, 20
 _Token = Annotated[int, Field(ge=0)]
 
 
+def _whole(text: str) -> str:
+    if any("\ud800" <= char <= "\udfff" for char in text):  # which JSON may hold
+        raise ValueError("half of a surrogate pair is no text")
+    return text
+
+
+_Str = Annotated[str, AfterValidator(_whole)]
+
+
 class _Asked(BaseModel):
     """What both kinds of requests have in common."""
 
@@ -50,7 +59,7 @@ class _Asked(BaseModel):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1, le=_MOST_CHOICES)
-    stop: str | list[str] | None = None
+    stop: _Str | Annotated[list[_Str], Field(max_length=_MOST_CHOICES)] | None = None
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
@@ -75,7 +84,7 @@ class _Asked(BaseModel):
 
 
 class _Completion(_Asked):
-    prompt: str | list[str] | list[_Token] | list[list[_Token]]
+    prompt: _Str | list[_Str] | list[_Token] | list[list[_Token]]
     logprobs: int | None = Field(None, ge=0, le=_MOST_LOGPROBS)
     echo: Literal[False] = False
     best_of: Literal[1] | None = None
@@ -89,14 +98,14 @@ class _Completion(_Asked):
 
 class _Part(BaseModel):
     type: Literal["text"]
-    text: str
+    text: _Str
 
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_Part]
+    content: _Str | list[_Part]
     name: str | None = None
 
 
@@ -191,6 +200,8 @@ class Server:
         app.add_exception_handler(ApiError, lambda _request, error: error.response())
         app.add_exception_handler(RequestValidationError, _invalid)  # type: ignore[arg-type]
         app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
+        failed = ApiError(500, "the server failed at this request")  # which its log tells of
+        app.add_exception_handler(Exception, lambda _request, _error: failed.response())
         return self._guarded(app)
 
     def _guarded(self, app: Callable[..., Any]) -> Callable[..., Any]:
@@ -405,8 +416,12 @@ async def _gone(request: Request) -> None:
 
 async def _invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "body")
-    message = harmless(f"{where or 'body'}: {first['msg']}")
+    # of a union pydantic names the branch too
+    loc = [str(part) for part in first["loc"] if part != "body" and "[" not in str(part)]
+    where, said = ".".join(loc), first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        where, said = "", f"it is no JSON from character {where} on"
+    message = harmless(f"{where or 'body'}: {said}")
     return ApiError(400, message[:300], first["type"], where or None).response()
 
 

@@ -6,8 +6,10 @@ turns. Each row gets the tokens that ``generate`` gives for its prompt, settings
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -246,6 +248,7 @@ class Engine(threading.Thread):
                     lane.add(jobs)
                 lane.step()
             except Exception as error:  # such as memory that is full: other lanes go on
+                print(harmless(traceback.format_exc()), file=sys.stderr, flush=True)
                 problem = Step(error=harmless(f"{type(error).__name__}: {error}"))
                 left = [job for jobs in joining.get(key, ()) for job in jobs]
                 for ticket in {job.owner: None for job in [*left, *(j for _, j in lane.jobs)]}:

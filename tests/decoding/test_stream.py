@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specheads.decoding.loop import plain_decode
-from specheads.decoding.stream import Job, Stream
+from specheads.decoding.stream import Job, Prefixes, Stream
 from specheads.models.forward import ModelPass
 from specheads.verification.sampling import Sampler
 from tests import zoo
@@ -120,3 +120,19 @@ def test_what_does_not_fit_is_refused() -> None:
             stream.add(jobs)
     with pytest.raises(ValueError):
         Stream(zoo.build("bloom"), Sampler(), batch_size=2)
+
+
+def test_who_is_cancelled_before_being_read_disturbs_nobody() -> None:
+    """A client that hangs up while its prompt waits would end all who share passes with it."""
+    model = zoo.build("llama")
+    jobs = [Job([9 + (i + n) % 50 for i in range(20)], 5, seed=n, owner=n) for n in range(3)]
+    stream = Stream(model, Sampler(1.0), batch_size=3, piece=8, prefixes=Prefixes(100))
+    for job in jobs:
+        stream.add([job])  # the first is read, piece by piece; the others wait
+    stream.cancel(stream.jobs[1][0])
+    ended: dict[int, list[int]] = {}
+    while stream.free < 3:
+        stream.step()
+        ended |= {job.owner: row.new_tokens for job, row in stream.take_ended()}
+    sampler = Sampler(1.0)
+    assert ended == {0: alone(model, jobs[0], sampler), 1: [], 2: alone(model, jobs[2], sampler)}

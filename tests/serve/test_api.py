@@ -207,6 +207,7 @@ def test_steps_tell_the_tree(url: str) -> None:
 BAD: dict[str, tuple[str, Any, int, str]] = {
     "no JSON": ("/v1/completions", b"{", 400, "JSON"),
     "no UTF-8": ("/v1/completions", b'{"prompt": "\xff\xfe"}', 400, "body"),
+    "half a pair": ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "prompt"),
     "no object": ("/v1/completions", b"[1]", 400, "body"),
     "no prompt": ("/v1/completions", {}, 400, "prompt"),
     "empty prompt": ("/v1/completions", {"prompt": []}, 400, "prompt"),
