@@ -498,12 +498,13 @@ def served(read: Read) -> str:
     """Return what became of a crowd's texts, and of the memory of a server that was asked on."""
     texts, soak = read("serve_texts")["found"], read("serve_soak")["found"]
     whole, left = (texts["became"].get(name, 0) for name in ("whole", "left"))
+    wrong = texts["wrong"]
     held = soak["held"]
     quarter = held[len(held) // 4]
     return (
-        f"{texts['clients']} clients at once, {left} of which hung up: {texts['wrong']} wrong texts,"
-        f" whole or as far as they came, of {whole + left}. Over {held[-1]['requests']:,} requests,"
-        f" 16 at once and every third of them left, the server's memory was {quarter['mib']:.0f} MiB"
+        f"{texts['clients']} clients at once, {left} of which hung up: {wrong} wrong texts, whole"
+        f" or as far as they came, of {whole + left}. Over {held[-1]['requests']:,} requests, 16 at"
+        f" once and every third of them left, the server's memory was {quarter['mib']:.0f} MiB"
         f" after {quarter['requests']:,} and {held[-1]['mib']:.0f} MiB at the end"
         f" ({held[-1]['seconds'] / 60:.0f} minutes)."
     )
