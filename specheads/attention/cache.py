@@ -110,10 +110,8 @@ class TreeLayer(DynamicLayer):
 
     def join(self, other: TreeLayer) -> None:
         """Put the rows of ``other``, whose pass has been, behind those here."""
-        size, both = (
-            max(self.capacity, other.capacity),
-            zip(self.buffers, other.buffers, strict=True),
-        )
+        size = max(self.capacity, other.capacity)
+        both = zip(self.buffers, other.buffers, strict=True)
         padded = ([F.pad(each, (0, 0, 0, size - each.shape[2])) for each in pair] for pair in both)
         self.buffers = tuple(map(torch.cat, padded))
 

@@ -63,10 +63,8 @@ class Job:
     @classmethod
     def of(cls, ids: list[int], how: Settings, owner: Any = None) -> Job:
         """Return a prompt that is continued as ``how`` says; its criteria may keep a state."""
-        own, seed = (
-            bind(how.logits_processor, [ids], len(ids)).rows[0],
-            (how.sampler or Sampler()).seed,
-        )
+        own = bind(how.logits_processor, [ids], len(ids)).rows[0]
+        seed = how.sampler.seed if how.sampler else 0
         criteria: Any = how.stopping_criteria or ()
         return cls(ids, how.max_new_tokens, seed, owner, how.eos_token_ids, own, criteria)
 

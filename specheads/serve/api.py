@@ -47,6 +47,7 @@ def _whole(text: str) -> str:
 
 
 _Str = Annotated[str, AfterValidator(_whole)]
+_Stop = Annotated[_Str, Field(min_length=1)]
 
 
 class _Asked(BaseModel):
@@ -59,7 +60,7 @@ class _Asked(BaseModel):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1, le=_MOST_CHOICES)
-    stop: _Str | Annotated[list[_Str], Field(max_length=_MOST_CHOICES)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=_MOST_CHOICES)] | None = None
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)

@@ -293,12 +293,12 @@ class Engine(threading.Thread):
 
     def _tell(self, lane: Stream) -> None:
         """Tell everybody of a lane what is new."""
-        found = [(number, job.owner, "") for number, job in lane.jobs]
-        rows = {number: lane.output.rows[number] for number, _, _ in found}
+        found = [(number, job.owner) for number, job in lane.jobs]
+        rows = {number: lane.output.rows[number] for number, _ in found}
         scores = {number: lane.output.kept[number] for number in rows} if lane.output.kept else {}
-        trees = lane.trees() if any(ticket.wants_tree for _, ticket, _ in found) else {}
+        trees = lane.trees() if any(ticket.wants_tree for _, ticket in found) else {}
         ended = {id(job.owner) for job, _ in lane.take_ended()}
-        for number, ticket, _ in found:
+        for number, ticket in found:
             row, finish = rows[number], ""
             if id(ticket) in ended:
                 finish = "stop" if row.finished else "length"

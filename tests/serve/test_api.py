@@ -222,6 +222,7 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "n=1000": ("/v1/completions", {"prompt": "a", "n": 1000}, 400, "n: "),
     "too many": ("/v1/completions", {"prompt": ["a"] * 9, "n": 2}, 400, "choices"),
     "an unknown key": ("/v1/completions", {"prompt": "a", "tools": []}, 400, "tools"),
+    "an empty stop": ("/v1/completions", {"prompt": "a", "stop": ["b", ""]}, 400, "stop"),
     "temperature": ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
     "too long": ("/v1/completions", {"prompt": [5] * 5000}, 400, "context"),
     "a role": (
