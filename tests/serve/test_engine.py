@@ -129,6 +129,16 @@ def test_everybody_gets_what_generate_gives(prefix_tokens: int) -> None:
     assert engine.num_running == engine.num_waiting == 0
 
 
+def test_settings_of_one_kind_and_other_numbers_are_not_shared(engine: Engine) -> None:
+    """Prevents that whoever comes second draws at the temperature of whoever came first."""
+    heats = (0.3, 0.9, 1.6)
+    clients = [Client([5, 6, 7], asked(heat, 4), "plain", limit=20) for heat in heats]
+    engine.submit([client.ticket for client in clients])
+    found = [client.wait()[0] for client in clients]
+    assert found == [alone(client) for client in clients]
+    assert len(set(map(tuple, found))) == len(heats)
+
+
 def test_a_fault_ends_its_own_request(engine: Engine) -> None:
     """Prevents that a processor of one client ends the texts of all others in its batch."""
 
