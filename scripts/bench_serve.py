@@ -25,7 +25,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ class Settings:
         requests: of the soak at least
         minutes: of the soak
         rates: requests that are under way together in the part that clocks
+        questions: that each server is asked at each rate, eight of them in turn
         max_tokens: of an answer
         out: write the JSON there
     """
@@ -59,6 +60,7 @@ class Settings:
     requests: int = 2000
     minutes: float = 0.0
     rates: tuple[int, ...] = (1, 4, 8)
+    questions: int = 32
     max_tokens: int = 64
     out: Path | None = None
 
@@ -270,96 +272,109 @@ async def timed(url: str, body: dict[str, Any], path: str) -> tuple[float, float
     return first, time.perf_counter() - start, events
 
 
-def clocked(url: str, questions: Sequence[str], model: str, given: Settings) -> dict[str, Any]:
-    """Return times at each number of requests under way."""
-    found = {}
-    for rate in given.rates:
+@dataclass
+class Server:
+    """One that is clocked.
+
+    Attributes:
+        name: for the table.
+        command: that starts it.
+        port: that it listens to.
+        model: what it calls the model.
+        more: what its requests say beside.
+        environ: of its process.
+    """
+
+    name: str
+    command: Sequence[str]
+    port: int
+    model: str
+    more: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def answer(self, questions: Sequence[str], rate: int, max_tokens: int) -> dict[str, Any]:
+        """Ask all questions, so many under way together; return times and tokens per second."""
         gate = asyncio.Semaphore(rate)
 
-        async def one(question: str, gate: asyncio.Semaphore = gate) -> tuple[float, float, int]:
+        async def one(question: str) -> tuple[float, float, int]:
             body = {
-                "model": model,
+                "model": self.model,
                 "messages": [{"role": "user", "content": question}],
-                "max_tokens": given.max_tokens,
+                "max_tokens": max_tokens,
                 "temperature": 0,
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                **self.more,
             }
             async with gate:
-                return await timed(url, body, "/v1/chat/completions")
+                return await timed(f"http://127.0.0.1:{self.port}", body, "/v1/chat/completions")
 
-        async def every(one: Any = one) -> list[tuple[float, float, int]]:
+        async def every() -> list[tuple[float, float, int]]:
             return await asyncio.gather(*map(one, questions))
 
         start = time.perf_counter()
         times = asyncio.run(every())
         seconds = time.perf_counter() - start
-        firsts = sorted(first for first, _, _ in times)
-        found[str(rate)] = {
-            "first_p50": statistics.median(firsts),
-            "first_p99": firsts[min(len(firsts) - 1, int(0.99 * len(firsts)))],
-            "tokens_per_second": sum(tokens for _, _, tokens in times) / seconds,
-        }
-        shown = ", ".join(f"{key} {value:.3f}" for key, value in found[str(rate)].items())
-        print(f"  {rate} under way: {shown}", flush=True)
-    return found
+        tokens = sum(num for _, _, num in times)
+        return {"first": [first for first, _, _ in times], "rate": tokens / seconds}
+
+
+def servers(given: Settings) -> Iterator[Server]:
+    """Yield what is compared: ours with several drafters, and those of others that are here."""
+    from specheads.models.names import resolve_name
+
+    folder, port, drafters = str(resolve_name(given.base)), free_port(), ("heads", "heads+suffix")
+    command = ours(given, port, f"drafters=[{','.join(drafters)}]")
+    for name in (*drafters, "plain"):
+        yield Server(f"specheads, {name}", command, port, "", {"drafter": name})
+    start = [str(Path(sys.executable).parent / "transformers"), "serve", folder, "--device", "cpu"]
+    for name, more in (("", []), (" --continuous-batching", ["--continuous-batching"])):
+        port = free_port()
+        told = [*start, "--port", str(port), "--dtype", given.dtype, *more]
+        yield Server(f"transformers serve{name}", told, port, folder)
+    vllm = harness.ROOT / ".engines" / "vllm" / "bin" / "vllm"
+    if not vllm.exists():
+        print("vLLM is not here: make test-engines installs it")
+        return
+    port = free_port()
+    start = [str(vllm), "serve", folder, "--port", str(port), "--dtype", given.dtype]
+    start += ["--max-model-len", "2048"]
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environ["OMP_NUM_THREADS"] = str(os.cpu_count())  # it takes one of two unless told
+    yield Server("vLLM", start, port, folder, environ=environ)
 
 
 def clock(given: Settings) -> dict[str, Any]:
-    """Clock servers with the same questions."""
-    from specheads.models.names import resolve_name
-
+    """Clock servers with the same questions, a few of them at each in turn."""
     path = harness.ROOT / "data" / "real" / "questions.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    questions = [line["messages"][-1]["content"] for line in lines if "messages" in line][:32]
-    folder, found = str(resolve_name(given.base)), {}
-    for name in ("heads", "heads+suffix"):
-        port = free_port()
-        with running(ours(given, port, f"decode.drafter={name}"), port, "/health"):
-            url = f"http://127.0.0.1:{port}"
-            model = httpx.get(url + "/v1/models").json()["data"][0]["id"]
-            print(f"specheads, {name}")
-            clocked(url, questions[:4], model, given)
-            found[f"specheads, {name}"] = clocked(url, questions, model, given)
-    port = free_port()
-    dtype = ["--dtype", given.dtype]
-    bin_ = Path(sys.executable).parent
-    hf = [
-        str(bin_ / "transformers"),
-        "serve",
-        folder,
-        "--port",
-        str(port),
-        "--device",
-        "cpu",
-        *dtype,
-    ]
-    with running(hf, port, "/health"):
-        print("transformers serve")
-        url = f"http://127.0.0.1:{port}"
-        clocked(url, questions[:4], folder, given)
-        found["transformers serve"] = clocked(url, questions, folder, given)
-    vllm = harness.ROOT / ".engines" / "vllm" / "bin" / "vllm"
-    if vllm.exists():
-        port = free_port()
-        command = [
-            str(vllm),
-            "serve",
-            folder,
-            "--port",
-            str(port),
-            *dtype,
-            "--max-model-len",
-            "2048",
-        ]
-        environ = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        with running(command, port, "/health", **environ):
-            print("vLLM")
-            url = f"http://127.0.0.1:{port}"
-            clocked(url, questions[:4], folder, given)
-            found["vLLM"] = clocked(url, questions, folder, given)
-    else:
-        print("vLLM is not here: make test-engines installs it")
+    questions = [line["messages"][-1]["content"] for line in lines if "messages" in line]
+    parts = [questions[i : i + 8] for i in range(0, given.questions, 8)]
+    found: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        every, started = list(servers(given)), dict[int, float]()
+        for each in every:
+            if each.port not in started:
+                begun = running(each.command, each.port, "/health", **each.environ)
+                pid = stack.enter_context(begun)
+                started[each.port] = resident(pid)
+            each.answer(questions[-4:], max(given.rates), given.max_tokens)
+        for rate in given.rates:
+            said: dict[str, list[dict[str, Any]]] = {each.name: [] for each in every}
+            for part in parts:
+                for each in every:
+                    said[each.name].append(each.answer(part, rate, given.max_tokens))
+            print(f"{rate} under way")
+            for name, answers in said.items():
+                firsts = sorted(first for answer in answers for first in answer["first"])
+                beside = zip(answers, said["transformers serve"], strict=True)
+                found.setdefault(name, {})[str(rate)] = kept = {
+                    "first_p50": statistics.median(firsts),
+                    "first_p99": firsts[int(0.99 * len(firsts))],
+                    "tokens_per_second": harness.spread([answer["rate"] for answer in answers]),
+                    "ratio": harness.spread([ours["rate"] / hf["rate"] for ours, hf in beside]),
+                }
+                print(f"  {name}: {json.dumps(kept)}", flush=True)
     return found
 
 

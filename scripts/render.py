@@ -510,6 +510,23 @@ def served(read: Read) -> str:
     )
 
 
+def serving_clock(read: Read) -> str:
+    """Return times to the first token and tokens per second of servers, by requests under way."""
+    found = read("serve_clock")["found"]
+    lines = []
+    for rate in next(iter(found.values())):
+        for name, of in found.items():
+            row = of[rate]
+            speed, ratio = row["tokens_per_second"], row["ratio"]
+            lines.append(
+                f"{rate} | {name} | {row['first_p50']:.2f} | {row['first_p99']:.2f}"
+                f" | {speed['median']:.0f} ({speed['q25']:.0f}-{speed['q75']:.0f})"
+                f" | {ratio['median']:.1f} ({ratio['q25']:.1f}-{ratio['q75']:.1f})"
+            )
+    head = "under way | server | first token, s, p50 | p99 | tokens/s (quartiles)"
+    return table(f"{head} | times transformers serve", lines)
+
+
 def attacks(read: Read) -> str:
     """Return what a server answers to what clients should not do."""
     found = read("serve_attack")["found"]
