@@ -501,12 +501,14 @@ def served(read: Read) -> str:
     wrong = texts["wrong"]
     held = soak["held"]
     quarter = held[len(held) // 4]
+    later = [each["mib"] for each in held[len(held) // 4 :]]
     return (
         f"{texts['clients']} clients at once, {left} of which hung up: {wrong} wrong texts, whole"
         f" or as far as they came, of {whole + left}. Over {held[-1]['requests']:,} requests, 16 at"
         f" once and every third of them left, the server's memory was {quarter['mib']:.0f} MiB"
         f" after {quarter['requests']:,} and {held[-1]['mib']:.0f} MiB at the end"
-        f" ({held[-1]['seconds'] / 60:.0f} minutes)."
+        f" ({held[-1]['seconds'] / 60:.0f} minutes), between {min(later):.0f} and"
+        f" {max(later):.0f} meanwhile."
     )
 
 
