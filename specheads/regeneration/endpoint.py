@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -11,8 +10,7 @@ import threading
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from multiprocessing import TimeoutError as NothingYetError
-from multiprocessing.pool import IMapIterator, ThreadPool
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import httpx
@@ -54,10 +52,6 @@ class ServerError(RuntimeError):
         self.transient, self.hopeless, self.pause = transient, hopeless, pause
 
 
-class StoppedError(Exception):
-    """The client was told to stop while it waited."""
-
-
 class Client:
     """Sends requests to one server, each again with growing pauses where it fails for a time.
 
@@ -95,8 +89,7 @@ class Client:
         """Return what the server answers; a request without ``body`` is a GET.
 
         Raises:
-            ServerError: after the last retry.
-            StoppedError: if the client was stopped meanwhile.
+            ServerError: after the last retry, or if the client was stopped meanwhile.
         """
         for attempt in range(self.retries + 1):
             try:
@@ -108,8 +101,8 @@ class Client:
                 # without chance in it, all that failed together would come back together
                 wait = max(pause * random.uniform(0.5, 1.5), error.pause)
             if self.stopped.wait(wait):
-                raise StoppedError
-        raise AssertionError
+                break
+        raise ServerError("stopped while it waited")
 
     def _try(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         text = bytearray()
@@ -202,7 +195,6 @@ def joined(events: bytes | bytearray) -> dict[str, Any]:
     return {"choices": [choice | {"logprobs": logprobs}], "usage": usage}
 
 
-_AT_ONCE = 64  # records that are handed on together
 _Settled = Dialogue | RecordError
 
 
@@ -294,7 +286,7 @@ def ask_server(
     concurrency: int,
     turns: TurnEncoder | None = None,
 ) -> Iterator[Outcome]:
-    """Answer records with a server; yield what became of them, some at a time, as answers come.
+    """Answer records with a server; yield what became of each as answers come.
 
     Args:
         client: the client of the server.
@@ -312,30 +304,22 @@ def ask_server(
     """
     num_threads = min(concurrency, len(records))
     pool = ThreadPool(num_threads)  # of daemons: Ctrl-C must not wait for a slow answer
-    items = pool.imap_unordered(partial(_settle, client, model, sampling), records)
-    health, settled = _Health(client.url, num_threads), 0
+    health = _Health(client.url, num_threads)
     held: list[RecordError] = []  # until it is known that it was not the server
     try:
-        while settled < len(records):
-            outcome, failure = Outcome(), None
-            try:
-                for item in _take(items):
-                    settled += 1
-                    health.look_at(item)
-                    if isinstance(item, RecordError):
-                        held.append(item)
-                    else:
-                        _add_record(outcome, item, generation, turns)
-                if settled == len(records):
-                    health.check_end()
-            except RunError as error:
-                failure = error  # what else has come is kept
-            if health.answered or settled == len(records):
+        for item in pool.imap_unordered(partial(_settle, client, model, sampling), records):
+            outcome = Outcome()
+            if isinstance(item, RecordError):
+                held.append(item)
+            else:
+                _add_record(outcome, item, generation, turns)
+            health.look_at(item)
+            if health.answered:
                 outcome.quarantined += held
                 held.clear()
             yield outcome
-            if failure is not None:
-                raise failure
+        health.check_end()
+        yield Outcome(quarantined=held)
     finally:
         client.stopped.set()
         pool.terminate()
@@ -408,11 +392,3 @@ class _Health:
         """Raise RunError if no request ever went well."""
         if self.num_failed and not self.answered:
             raise RunError(f"{self.url} never answered: {self.last}")
-
-
-def _take(items: IMapIterator[_Settled]) -> Iterator[_Settled]:
-    """Wait for one item, then yield it and those that are there already."""
-    yield items.next()
-    with contextlib.suppress(StopIteration, NothingYetError):
-        for _ in range(_AT_ONCE - 1):
-            yield items.next(timeout=0)

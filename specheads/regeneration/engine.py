@@ -10,7 +10,6 @@ Below is who answers when ``regenerate`` is run: which weights, with which setti
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
@@ -37,7 +36,6 @@ from specheads.system import __version__, hardware
 from specheads.verification.sampling import Sampler
 
 POOL = 32  # batches whose records are sorted by length together
-HELD = 2.0  # seconds for which answers are held back at most, so that many are written together
 _DRAWN = ("temperature", "top_k", "top_p", "seed", "max_new_tokens")
 
 
@@ -77,7 +75,7 @@ class Engine:
                 length within :data:`POOL` batches.
         """
         waiting: deque[Dialogue] = deque()
-        pools, start = self._pools(records), time.monotonic()
+        pools = self._pools(records)
 
         def take(num: int) -> list[Job]:
             while len(waiting) < num and (talks := next(pools, None)) is not None:
@@ -90,10 +88,8 @@ class Engine:
             waiting.extendleft(self._settle((job.owner, row) for job, row in ended))
             self._outcome.num_tokens += stream.num_tokens
             stream.num_tokens = 0
-            settled = len(self._outcome.answered) + len(self._outcome.quarantined)
-            if settled >= self.batch_size or time.monotonic() - start > HELD:
+            if self._outcome.answered or self._outcome.quarantined:
                 yield self._taken()
-                start = time.monotonic()
         yield self._taken()
 
     def _taken(self) -> Outcome:

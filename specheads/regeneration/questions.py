@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -33,7 +32,7 @@ from specheads.decoding.result import DecodedRow
 from specheads.decoding.stream import Job
 from specheads.regeneration.answers import AnswerFile, read_lines, record_seed
 from specheads.regeneration.dialogue import STAND_IN
-from specheads.regeneration.engine import HELD, Engine
+from specheads.regeneration.engine import Engine
 from specheads.system.files import conf_dir
 from specheads.verification.sampling import Sampler
 
@@ -110,13 +109,9 @@ class Questioner:
         with AnswerFile(path, self._settings) as file:
             known: dict[str, Record | RecordError] = {r["id"]: r for _, r in read_lines(path)}
             known |= {name: RecordError(reason) for name, reason in file.bad.items()}
-            attempts, start = _Attempts(self, limit), time.monotonic()
+            attempts = _Attempts(self, limit, file)
             for _ in attempts.steps(known):
                 tick(len(attempts.kept))
-                if time.monotonic() - start > HELD:
-                    attempts.flush(file)
-                    start = time.monotonic()
-            attempts.flush(file)
             left_out = file.reasons().replace("in quarantine", "left out")
             num, kinds = len(attempts.kept), Counter(each["kind"] for each in attempts.kept)
             if num < limit:
@@ -269,14 +264,12 @@ class _Attempts:
 
     Attributes:
         kept: the questions so far.
-        rejected: attempts that are of no use, and not in the file yet.
         num_judged: attempts that are settled; all others come behind them.
     """
 
-    def __init__(self, questioner: Questioner, limit: int) -> None:
-        self.questioner, self.limit = questioner, limit
+    def __init__(self, questioner: Questioner, limit: int, file: AnswerFile) -> None:
+        self.questioner, self.limit, self.file = questioner, limit, file
         self.kept: list[Record] = []
-        self.rejected: list[RecordError] = []
         self.num_judged = self._num_begun = 0
         self._kinds: list[str] = []  # of the attempts that are planned
         self._found: dict[int, Record | RecordError] = {}  # ahead of one that is not written yet
@@ -312,12 +305,6 @@ class _Attempts:
             yield
             if self.ended:
                 return
-
-    def flush(self, file: AnswerFile) -> None:
-        """Append to the file what is not in it yet."""
-        bad = [error for error in self.rejected if error.row["id"] not in file.bad]
-        file.append([each for each in self.kept if each["id"] not in file.done], bad)
-        self.rejected = []
 
     def _next(self) -> int | None:
         """Return the number of the next attempt, None while none is to be begun."""
@@ -361,7 +348,8 @@ class _Attempts:
                 self._keep(self._found.pop(number))
             except RecordError as error:
                 error.row = self._record(number, "")
-                self.rejected.append(error)
+                if error.row["id"] not in self.file.bad:
+                    self.file.append([], [error])
 
     def _keep(self, found: Record | RecordError) -> None:
         """Keep a question; RecordError if there is one like it, or too many begin like it."""
@@ -374,5 +362,7 @@ class _Attempts:
         if self._openings[opening] + 1 > max(2, MOST_OPENING * (len(self.kept) + 1)):
             raise RecordError("opening", f"too many begin with {opening!r}")
         self.kept.append(found)
+        if found["id"] not in self.file.done:
+            self.file.append([found])
         self._similar.add(text)
         self._openings[opening] += 1

@@ -19,7 +19,7 @@ from specheads.data.load import read_jsonl
 from specheads.data.similar import NEAR, SimilarTexts, shingles, words
 from specheads.decoding.result import DecodedRow
 from specheads.decoding.stream import Job, Stream
-from specheads.regeneration import answers, questions
+from specheads.regeneration import answers
 from specheads.regeneration.answers import Sampling
 from specheads.regeneration.dialogue import TurnEncoder, dialogue
 from specheads.regeneration.engine import Engine
@@ -81,7 +81,7 @@ def test_a_killed_run_ends_with_the_same_files(
     """
     base = str(asker())
     whole = run(tmp_path / "a" / "out.jsonl", model=base, questions=ASKED)
-    monkeypatch.setattr(questions, "HELD", 0.0)  # a write after every step
+    monkeypatch.setattr(answers, "HELD", 0.0)  # a write for every line
     append, left = answers._append, 0
 
     def torn(file: int, values: Any) -> None:
@@ -95,8 +95,8 @@ def test_a_killed_run_ends_with_the_same_files(
         append(file, values)
 
     monkeypatch.setattr(answers, "_append", torn)
-    for size in range(1, 60):
-        left, output = 1 + size % 3, tmp_path / "b" / "out.jsonl"
+    for size in range(1, 150):
+        left, output = 1 + size % 4, tmp_path / "b" / "out.jsonl"
         try:
             again = run(output, model=base, questions=ASKED, batch_size=1 + size % 5)
             break
