@@ -25,13 +25,14 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -147,9 +148,7 @@ class Plan:
 
     def index(self) -> bytes:
         """Return the contents of the index."""
-        shards = [asdict(shard) for shard in self.shards]
-        if self.kind != "features":
-            shards = [{k: v for k, v in shard.items() if k != "bytes"} for shard in shards]
+        shards = [{"file": shard.file, "documents": shard.documents} for shard in self.shards]
         values = {"format_version": 1, "made_of": self.made_of, **self.settings}
         return json.dumps(values | {"lengths": self.lengths, "shards": shards}).encode() + b"\n"
 
@@ -484,11 +483,17 @@ def write_cache(
                 if base is None:
                     numbers = enumerate(_told(document, plan) for document in inside)
                 elif engine is not None:
-                    numbers = enumerate(_written(x, plan, engine, base) for x in inside)
+                    states = (engine.of(document, plan.taps, base) for document in inside)
+                    numbers = enumerate(_quantised(each, plan) for each in states)
                 else:
                     numbers = _computed(inside, base, shape, plan, output, autocast)
                 for i, found in numbers:
                     for name, values in found.items():
+                        if not bool(values.isfinite().all()):
+                            what = "logits" if name == "log_probs" else "hidden states"
+                            raise RunError(
+                                f"the base model's {what} of record {inside[i].id} are not finite"
+                            )
                         tensors[name][starts[i] : starts[i + 1]] = values
                     tell(next(done) / sum(counts))
                 with whole_file(plan.folder / shard.file) as path:
@@ -517,16 +522,14 @@ def _computed(
         for b, row in enumerate(places):
             lengths = [len(documents[i].input_ids) for i in row]
             for i, states in zip(row, hidden[b, : sum(lengths)].split(lengths), strict=True):
-                _check_finite(states, "hidden states", documents[i])
                 if output is None:
-                    found = _quantised(states.cpu(), plan)
+                    yield i, _quantised(states, plan)
                 else:
-                    found = _likely(states, output, plan, autocast)
-                    _check_finite(found["log_probs"], "logits", documents[i])
-                yield i, found
+                    yield i, _likely(states, output, plan, autocast)
 
 
 def _quantised(states: Tensor, plan: Plan) -> dict[str, Tensor]:
+    states = states.cpu()
     if plan.settings["dtype"] != "int8":
         return {"hidden": states}
     # symmetric: the largest number of a token becomes 127, so that errors stay below scale / 2
@@ -550,20 +553,6 @@ def _likely(states: Tensor, output: OutputLayer, plan: Plan, autocast: bool) -> 
         ids.append(where)
         log_probs.append(best - logits.logsumexp(1, keepdim=True))
     return {"ids": torch.cat(ids), "log_probs": torch.cat(log_probs)}
-
-
-def _check_finite(numbers: Tensor, what: str, document: Encoded) -> None:
-    if not bool(numbers.isfinite().all()):
-        raise RunError(f"the base model's {what} of record {document.id} are not finite")
-
-
-def _written(
-    document: Encoded, plan: Plan, engine: EngineStates, base: PreTrainedModel
-) -> dict[str, Tensor]:
-    """Return what an engine wrote of a document."""
-    states = engine.of(document, plan.taps, base)
-    _check_finite(states, "hidden states", document)
-    return _quantised(states.cpu(), plan)
 
 
 def _told(document: Encoded, plan: Plan) -> dict[str, Tensor]:
@@ -691,16 +680,12 @@ class TeacherCache:
         Returns:
             The tensors of :meth:`__getitem__`, [B, T, ...], 0 in the padding.
         """
+        rows = [[self[document] for document in row] for row in places]
         batch: Batch = {}
-        for b, row in enumerate(places):
-            start = 0
-            for document in row:
-                stop = start + self.plan.lengths[document]
-                for name, values in self[document].items():
-                    if name not in batch:
-                        batch[name] = values.new_zeros(len(places), seq_len, values.shape[1])
-                    batch[name][b, start:stop] = values
-                start = stop
+        for name in rows[0][0]:
+            laid = [torch.cat([stored[name] for stored in row]) for row in rows]
+            padded = [F.pad(each, (0, 0, 0, seq_len - len(each))) for each in laid]
+            batch[name] = torch.stack(padded)
         return batch
 
 
