@@ -288,10 +288,6 @@ _NOTES = {
 }
 
 
-class NothingLearnedError(ConfigError):
-    """No record of a data set has a token to learn."""
-
-
 class Documents:
     """Turns records into documents that fit a row, and counts what becomes of them.
 
@@ -382,33 +378,25 @@ def encode_records(
         records: checked records, see :mod:`specheads.data.load`.
         documents: the encoder of single records, with which none has been counted yet.
         tally: counts, and sets aside, the records that the tokenizer or its template refuses, or
-            that have nothing to learn; where it allows none the first that is refused is raised.
+            that have nothing to learn; where it allows none the first of them is raised.
 
     Returns:
         The encoder, which now holds the documents.
 
     Raises:
-        ConfigError: if there are no records, or too many of them are refused.
-        NothingLearnedError: if no record is left.
+        ConfigError: if there are no records, too many of them are set aside, or none is left.
     """
     if not records:
         raise ConfigError("the data set is empty")
     found, counts = documents.documents, documents.counts
-    tally = tally or Tally(0, Dropped())
-    tally.total = total = len(records)
+    tally, total = tally or Tally(0, Dropped()), len(records)
     for record in records:
-        refused = counts["refused"]
-        try:
-            found += documents.of(record)
-        except RecordError as error:
-            if tally.allowed == 0 and counts["refused"] > refused:
-                raise
-            tally.add(error)
+        found += tally.take(documents.of, record) or []
     if found or counts["refused"] == total:
         tally.check("encoding the records")
     if not found:
         masked, long = counts["unlabelled"], counts["too_long"]
-        raise NothingLearnedError(
+        raise ConfigError(
             f"all labels are masked in {masked} of {total} records ({long} are longer than a row):"
             f" no assistant answer, no text, or the chat template of {documents.encoder.name} hides"
             " them"

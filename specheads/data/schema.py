@@ -25,7 +25,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specheads.config import ConfigError, RunError
-from specheads.system.files import whole_file
+from specheads.system.files import cut_torn_line, whole_file
 from specheads.system.redact import redact
 
 if TYPE_CHECKING:
@@ -470,15 +469,12 @@ class Dropped:
 
 def _entry(error: RecordError) -> dict[str, Any]:
     """Return what a quarantine file says of a row, which is a cut text if long or no JSON."""
-    row = error.row
+    shown = error.row
     try:
-        text = json.dumps(row, default=str, allow_nan=False)
-        shown = row if len(text) <= LONGEST_ROW else text[:LONGEST_ROW]
-    except (ValueError, TypeError, RecursionError):  # not a number, keys of a table, nested
-        try:
-            shown = repr(row)[:LONGEST_ROW]
-        except RecursionError:
-            shown = "nested too deeply to be shown"
+        text = json.dumps(shown, default=str, allow_nan=False)
+    except (ValueError, TypeError):  # not a number, keys of a table
+        shown = text = repr(shown)
+    shown = shown if len(text) <= LONGEST_ROW else text[:LONGEST_ROW]
     return {"where": error.where, "reason": error.reason, "error": str(error), "row": shown}
 
 
@@ -538,63 +534,53 @@ class Tally:
 class Quarantine:
     """A file with one JSON object per bad row, as ``Dropped.write`` writes it.
 
-    First come the rows that were found bad before training. The file is cut back to where a resumed
-    run goes on, so that no row is in it twice.
+    First come the rows that were found bad before training. A resumed run meets some rows again; no
+    row is in the file twice.
 
     Attributes:
-        dropped: the rows that were found bad before training.
-        written: rows added since.
+        path: the file; None keeps rows until it is known.
     """
 
     def __init__(self, dropped: Dropped, *, first: bool = True) -> None:
         """Take what was found before training; ``first``: its rows belong into this file."""
-        self.dropped, self.written = dropped, 0
-        self._head = dropped.rows if first else {}
-        self._path: Path | None = None
-        self._waiting: list[str] = []  # rows that came before there was a file
-        self._open = False
-
-    def write_to(self, path: Path) -> None:
-        """Choose the file; it is begun when the first batch is taken, unless a place is gone to."""
-        self._path, self._open = path, False
+        self.path: Path | None = None
+        self._before = set(dropped.rows)
+        self._known = set(self._before)
+        self._waiting = list(map(_line, dropped.rows.values())) if first else []
+        self._begun = False
 
     def add(self, error: RecordError) -> None:
-        """Append a row, unless it was known before training.
+        """Append a row, unless it is known.
 
         Raises:
             RunError: if it cannot be written.
         """
-        if error.where in self.dropped.rows:
+        if error.where in self._known:
             return
-        self.written += 1
+        self._known.add(error.where)
         self._waiting.append(_line(_entry(error)))
-        if self._open:
+        if self._begun:
             self.flush()
 
     def flush(self) -> None:
         """Write what waits for it, the first time into a new file."""
-        if self._path is None:
+        if self.path is None:
             return
         try:
-            if not self._open:
-                self._path.unlink(missing_ok=True)
-                self._waiting[:0] = map(_line, self._head.values())
-                self._open = True
+            if not self._begun:
+                self.path.unlink(missing_ok=True)
             if self._waiting:
-                self._path.parent.mkdir(parents=True, exist_ok=True)  # on another host
-                with self._path.open("ab") as file:
+                self.path.parent.mkdir(parents=True, exist_ok=True)  # on another host
+                with self.path.open("ab") as file:
                     file.write("".join(self._waiting).encode())
         except OSError as error:
-            raise RunError(f"cannot write {self._path}: {error.strerror}") from None
-        self._waiting.clear()
+            raise RunError(f"cannot write {self.path}: {error.strerror}") from None
+        self._waiting, self._begun = [], True
 
-    def go_back(self, written: int) -> None:
-        """Take back all but the first ``written`` rows that were added."""
-        self.written = written
-        self._waiting.clear()
-        if self._path is None or not self._path.is_file():
-            return
-        with whole_file(self._path) as fresh, fresh.open("wb") as new, self._path.open("rb") as old:
-            kept = islice(old, written + len(self._head))
-            new.writelines(line for line in kept if line.endswith(b"\n"))  # a kill may tear one
-        self._open = True
+    def go_on(self) -> None:
+        """Keep the file, if there is one, and its rows."""
+        if self.path is not None and self.path.is_file():
+            cut_torn_line(self.path)  # as a kill may leave one
+            lines = self.path.read_bytes().splitlines()
+            self._known = self._before | {json.loads(line)["where"] for line in lines}
+            self._waiting, self._begun = [], True

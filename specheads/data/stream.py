@@ -227,7 +227,7 @@ class StreamedBatches:
         """Choose the file for bad rows; other ranks than the first add their number to its name."""
         if self.rank:
             path = path.with_name(f"{path.stem}-{self.rank}{path.suffix}")
-        self.quarantine.write_to(path)
+        self.quarantine.path = path
 
     def __next__(self) -> Batch:
         """Return the next batch (see ``collate``).
@@ -269,7 +269,7 @@ class StreamedBatches:
         self._tally.total = int(state["seen"])
         self._tally.reasons = Counter(state["reasons"])
         self.counts.update(state["counts"])
-        self.quarantine.go_back(int(state["quarantined"]))
+        self.quarantine.go_on()
         self._go_to(Place(**state["place"]))
         self._fill()
         if self._digest != state["digest"]:
@@ -300,7 +300,6 @@ class StreamedBatches:
             "seen": self._tally.total,
             "reasons": dict(self._tally.reasons),
             "counts": dict(self.counts),
-            "quarantined": self.quarantine.written,
         }
         name, later = self.stream.reader.name, Tally(self._tally.allowed, Dropped())
         found: list[Encoded] = []

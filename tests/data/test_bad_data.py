@@ -18,7 +18,7 @@ from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
 from specheads.config import ConfigError, DataConfig
-from specheads.data.chat import Documents, NothingLearnedError, encode_records
+from specheads.data.chat import Documents, encode_records
 from specheads.data.load import load_records
 from specheads.data.readers import MAX_DEPTH, open_reader
 from specheads.data.schema import Dropped, RecordError, Tally
@@ -214,7 +214,7 @@ def encode(records: list[dict[str, Any]]) -> int:
     dropped = Dropped()
     try:
         found = encode_records(records, Documents(TOKENIZER, seq_len=128), Tally(1.0, dropped))
-    except NothingLearnedError as error:
+    except ConfigError as error:
         assert str(error).isprintable()
         return 0
     counts = found.counts

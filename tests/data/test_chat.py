@@ -228,6 +228,8 @@ def test_unusable_data_sets_are_refused(byte_tokenizer: PreTrainedTokenizerFast)
     with pytest.raises(
         ConfigError, match=r"all labels are masked in 2 of 2.*template of org/model"
     ):
+        encode_records([mute, mute], Documents(byte_tokenizer, seq_len=32), Tally(1.0, Dropped()))
+    with pytest.raises(ConfigError, match="record m: with nothing to learn"):
         encode_records([mute, mute], Documents(byte_tokenizer, seq_len=32))
     with pytest.raises(ConfigError, match="1 of 1 records are longer than data.seq_len=32"):
         encode_records([_pair("long", 10, 22)], Documents(byte_tokenizer, seq_len=32))
