@@ -23,6 +23,7 @@ from typing import Any
 from specheads.config import ConfigError, DataConfig
 from specheads.data.schema import RecordError, check_columns, naming, one_line, usable, wanted
 from specheads.system.errors import need
+from specheads.system.hub import is_hub_error
 
 MAX_DEPTH = 64  # of objects and lists in a row; what reads them by recursion has a limit
 _BATCH = 256  # rows of a table that are converted at a time
@@ -183,10 +184,6 @@ def _items(path: Path, max_bytes: int, row: int = 0, place: object = None) -> It
         text = path.read_bytes().decode("utf-8-sig")
     try:
         items, _ = _loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{path} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})"
-        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {one_line(error)}") from None
     for i, item in enumerate(islice(items, row, None), row):
@@ -264,7 +261,7 @@ def _hub_rows(data: DataConfig, split: str, row: int = 0, place: object = None) 
             where = f"{data.path}/{split}:{number}"
             yield Row(where, where, partial(_hub_row, values, keep, data.max_row_bytes))
     except Exception as error:
-        if isinstance(error, ConfigError) or not _is_expected(error):
+        if isinstance(error, ConfigError) or not is_hub_error(error):
             raise
         cause = error.__cause__ or error
         raise ConfigError(
@@ -277,15 +274,6 @@ def _hub_row(values: Mapping[str, Any], keep: set[str], max_bytes: int) -> objec
     texts = (item for _, item in _nested(kept) if isinstance(item, str | bytes))
     _check_size(sum(map(len, texts)), max_bytes)
     return without_nulls(kept)
-
-
-def _is_expected(error: Exception) -> bool:
-    # what load_dataset answers to a wrong name, subset or split, and to a network that fails: its
-    # errors come from four libraries, and have no common base
-    libraries = {"datasets", "huggingface_hub", "httpx", "httpx2", "pyarrow", "fsspec", "aiohttp"}
-    return isinstance(error, OSError | ValueError | RuntimeError) or any(
-        kind.__module__.split(".")[0] in libraries for kind in type(error).__mro__
-    )
 
 
 def without_nulls(value: Any) -> Any:
@@ -342,15 +330,12 @@ def _line(line: bytes, size: int, max_bytes: int) -> object:
     try:
         text = line.decode()
         value, suspect = _loads(text)
-    except json.JSONDecodeError as error:
-        detail = f"not JSON: {error.msg} (column {error.colno}) in {one_line(text, 60)}"
-        raise RecordError("not JSON", detail) from None
     except UnicodeDecodeError as error:
         raise RecordError("not UTF-8", f"not UTF-8: {error}") from None
     except RecursionError:
         raise RecordError("nested too deeply", "nested too deeply to be read") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise RecordError("not JSON", f"not JSON: {error}") from None
+    except ValueError as error:  # a number of thousands of digits among others
+        raise RecordError("not JSON", f"not JSON: {error} in {one_line(text, 60)}") from None
     if suspect:
         _check(value)
     return value

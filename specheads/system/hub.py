@@ -35,12 +35,13 @@ def keep_to_the_cache_if_unreachable() -> None:
 
 
 def is_hub_error(error: BaseException) -> bool:
-    """Return whether an error is one that asking the hub may end with.
+    """Return whether an error is one that asking the hub may end with, for a data set too.
 
     Its client raises errors of the network library below it, which has changed more than once; they
     have no base in common with its own.
     """
     libraries = {"huggingface_hub", "httpx", "httpx2", "requests"}
+    libraries |= {"datasets", "pyarrow", "fsspec", "aiohttp"}
     theirs = any(kind.__module__.split(".")[0] in libraries for kind in type(error).__mro__)
     return theirs or isinstance(error, OSError | ValueError | RuntimeError)
 
