@@ -9,7 +9,6 @@ tokens, :data:`NUM_SPECIAL` in all. No text is added around what is encoded, so 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import shutil
 import time
@@ -24,7 +23,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from specheads.config import ConfigError, RunError, TrainConfig
 from specheads.data.load import load_records
 from specheads.data.rendering import OUR_TEMPLATE
-from specheads.data.schema import Dropped, Record, tokenizer_digest
+from specheads.data.schema import Dropped, Record, json_digest, tokenizer_digest
 from specheads.models.base import load_tokenizer
 from specheads.runs.directory import is_used
 from specheads.system import dist
@@ -189,7 +188,9 @@ def _bpe_of_run(cfg: TrainConfig) -> PreTrainedTokenizerBase:
     records = load_records(cfg.data, "train", dropped=Dropped())
     if cfg.dry_run:  # leaves nothing behind
         return bpe_tokenizer(_texts(records), cfg.tokenizer_size, _context(cfg))
-    wanted["text"] = _digest(_texts(records))  # an earlier attempt in this folder had its own
+    wanted["text"] = json_digest(
+        [*_texts(records)]
+    ).hex()  # an earlier attempt in this folder had its own
     if dist.is_main() and _kept(own, wanted) is None:
         learned = bpe_tokenizer(_texts(records), cfg.tokenizer_size, _context(cfg))
         made_from = {**wanted, "digest": tokenizer_digest(learned)}
@@ -208,14 +209,6 @@ def _texts(records: Iterable[Record]) -> Iterator[str]:
     for record in records:
         yield from (message["content"] for message in record.get("messages", ()))
         yield from (record[key] for key in ("prompt", "completion", "text") if key in record)
-
-
-def _digest(texts: Iterable[str]) -> str:
-    total = hashlib.sha256()
-    for text in texts:
-        data = text.encode()
-        total.update(len(data).to_bytes(8, "big") + data)
-    return total.hexdigest()
 
 
 def _context(cfg: TrainConfig) -> int | None:
