@@ -304,22 +304,33 @@ def ask_server(
     """
     num_threads = min(concurrency, len(records))
     pool = ThreadPool(num_threads)  # of daemons: Ctrl-C must not wait for a slow answer
-    health = _Health(client.url, num_threads)
     held: list[RecordError] = []  # until it is known that it was not the server
+    answered, num_failed, last = False, 0, ""  # failed one after the other
     try:
         for item in pool.imap_unordered(partial(_settle, client, model, sampling), records):
-            outcome = Outcome()
+            outcome, reason = Outcome(), ""
             if isinstance(item, RecordError):
                 held.append(item)
+                reason = item.reason
             else:
                 _add_record(outcome, item, generation, turns)
-            health.look_at(item)
-            if health.answered:
+            if reason == "server" or (reason == "refused" and not answered):
+                num_failed, last = num_failed + 1, str(item)
+            elif reason not in ("refused", "role"):  # good or bad, an answer came
+                answered, num_failed = True, 0
+            if not answered and num_failed >= num_threads:
+                break
+            if num_failed >= max(8, 2 * num_threads):
+                last = f"{client.url} has stopped answering: {last.rstrip('.')}"
+                raise RunError(f"{last}; the same command goes on")
+            if answered:
                 outcome.quarantined += held
                 held.clear()
             yield outcome
-        health.check_end()
-        yield Outcome(quarantined=held)
+        if len(held) == len(records):  # all were asked
+            yield Outcome(quarantined=held)
+        if num_failed and not answered:
+            raise RunError(f"{client.url} never answered: {last}")
     finally:
         client.stopped.set()
         pool.terminate()
@@ -359,36 +370,3 @@ def _add_record(
         except ConfigError as error:
             raise RecordError("template", str(error)) from None
         outcome.answered.append(record)
-
-
-class _Health:
-    """Tells a server that is down from records that it cannot answer."""
-
-    def __init__(self, url: str, num_threads: int) -> None:
-        self.url, self.num_threads = url, num_threads
-        self.answered = False
-        self.num_failed = 0  # one after the other
-        self.last = ""
-
-    def look_at(self, item: _Settled) -> None:
-        """Count, and give up where it is hopeless.
-
-        Raises:
-            RunError: if the server never answered, or has stopped answering.
-        """
-        reason = item.reason if isinstance(item, RecordError) else ""
-        if reason in ("server", "refused"):
-            if reason == "server" or not self.answered:
-                self.num_failed, self.last = self.num_failed + 1, str(item)
-        elif reason != "role":  # good or bad, an answer came
-            self.answered, self.num_failed = True, 0
-        if not self.answered and self.num_failed >= self.num_threads:
-            self.check_end()
-        if self.num_failed >= max(8, 2 * self.num_threads):
-            last = self.last.rstrip(".")
-            raise RunError(f"{self.url} has stopped answering: {last}; the same command goes on")
-
-    def check_end(self) -> None:
-        """Raise RunError if no request ever went well."""
-        if self.num_failed and not self.answered:
-            raise RunError(f"{self.url} never answered: {self.last}")
