@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
-from specheads.data.rendering import is_generated, render
+from specheads.data.rendering import render
 from specheads.data.schema import (
     Dropped,
     Record,
@@ -187,21 +187,21 @@ class Encoder:
         out = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
-        ids, offsets = list(out["input_ids"]), list(out["offset_mapping"])
-        learned = is_generated(out, spans)
+        ids, offsets = list(out["input_ids"]), np.reshape(out["offset_mapping"], (-1, 2))
+        learned = np.zeros(len(ids), dtype=bool)
+        for start, stop in spans:  # a character may have several tokens
+            learned |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
         for t in range(1, len(ids)):
-            # the mask stops at the first token of its last character, which may have several, and
             # some templates close their block before the eos that ends the answer
-            rest_of_character = offsets[t] == offsets[t - 1]
             closing = ids[t] == self._eos and ids[t - 1] not in self._special
-            learned[t] = learned[t] or (learned[t - 1] and (rest_of_character or closing))
-        if not any(learned) and _says_something({"messages": messages}):
+            learned[t] |= learned[t - 1] and closing
+        if not learned.any() and _says_something({"messages": messages}):
             raise RecordError(
                 "whose answers the chat template does not mark",
                 f"the chat template of {self.name} marks no token of the answers as generated;"
                 " check its generation block",
             )
-        return ids, learned
+        return ids, learned.tolist()
 
     def _by_steps(self, messages: Sequence[Any]) -> tuple[list[int], list[bool]]:
         ids = self._render(messages, False)

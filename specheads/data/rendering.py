@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2 import TemplateError
 
 if TYPE_CHECKING:
-    from transformers import BatchEncoding, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 # its line breaks are for those who read the file
 OUR_TEMPLATE = "".join(Path(__file__).with_name("ours.jinja").read_text("utf-8").splitlines())
@@ -83,18 +83,6 @@ def render(
             raise RunError(f"the chat template of {name} was stopped: {found['limit']}")
         texts, spans = found["texts"], found["spans"]
     return texts[0], [(start, stop) for start, stop in spans[0]] if spans else []
-
-
-def is_generated(encoding: BatchEncoding, spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return which tokens of an encoded text hold characters of ``spans``, as transformers does."""
-    learned = [False] * len(encoding.input_ids)
-    for start, stop in spans:
-        first, last = encoding.char_to_token(start), encoding.char_to_token(stop - 1)
-        if first is None:  # behind the end
-            break
-        end = last + 1 if last else len(learned)
-        learned[first:end] = [True] * (end - first)
-    return learned
 
 
 class _Child:
