@@ -31,8 +31,8 @@ from transformers import PreTrainedModel
 
 from specheads.config import DataConfig, OptimConfig, TrainConfig
 from specheads.data.chat import Encoded
-from specheads.data.pack import PackedBatches
-from specheads.data.teacher_cache import CachedBatches, TeacherCache, plan_features, write_cache
+from specheads.data.pack import Mapped, PackedBatches
+from specheads.data.teacher_cache import TeacherCache, cached_batches, plan_features, write_cache
 from specheads.models.base import load_base_model
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
@@ -114,7 +114,7 @@ class Side:
         low_rank = {"rank": given.rank} if lm_head == "low_rank" else {}
         heads = MedusaHeads(given.heads, 1, hidden, vocab, lm_head, **low_rank).to(self.device)
         heads.init_from_output(output.weight)
-        run_base = None if isinstance(batches, CachedBatches) else base
+        run_base = None if isinstance(batches, Mapped) else base
         self.objective = HeadsObjective(run_base, heads, train_base=False, output=output)
         data = DataConfig(seq_len=given.seq_len, rows=given.rows)
         cfg = TrainConfig(run_dir="unused", data=data, optim=OptimConfig(lr=1e-3))
@@ -183,7 +183,7 @@ def measure(name: str, folder: Path, given: Settings) -> dict[str, Any]:
     features = TeacherCache(plan)
     sides = {
         "online": Side(base, batches(), lm_head, given),
-        "cached": Side(base, CachedBatches(batches(), features), lm_head, given),
+        "cached": Side(base, cached_batches(batches(), features), lm_head, given),
     }
     forward = clocked(base.base_model.forward, sides["online"].inner)
     rows = clocked(features.rows, sides["cached"].inner)

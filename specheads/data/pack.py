@@ -139,6 +139,7 @@ class PackedBatches:
         pad_token_id: fills the rest of a row.
         rank: the rank of this process.
         world: the number of processes.
+        places: for each row of the latest batch the numbers of its documents.
         rows_per_epoch: rows that all documents fill together.
         efficiency: share of the row positions that hold documents.
 
@@ -159,22 +160,16 @@ class PackedBatches:
         """Prepare the first epoch."""
         self._lengths = [len(document.input_ids) for document in self.documents]
         self._rows_taken = 0  # of the stream, by all ranks together
+        self.places: list[list[int]] = []
         self._order = lru_cache(maxsize=1)(self._packed)  # an epoch's is held until the next
         self.rows_per_epoch = len(self._order(0))
         self.efficiency = sum(self._lengths) / (self.rows_per_epoch * self.seq_len)
 
     def __next__(self) -> Batch:
-        return self.lay_out(self.take())
-
-    def take(self) -> list[list[int]]:
-        """Go on by one batch; return, for each of its rows, the numbers of its documents."""
         first = self._rows_taken + self.rank * self.rows
         self._rows_taken += self.rows * self.world
-        return [self._row(number) for number in range(first, first + self.rows)]
-
-    def lay_out(self, places: Sequence[Sequence[int]]) -> Batch:
-        """Return the batch of the documents whose numbers ``take`` gave."""
-        rows = [[self.documents[i] for i in row] for row in places]
+        self.places = [self._row(number) for number in range(first, first + self.rows)]
+        rows = [[self.documents[i] for i in row] for row in self.places]
         return collate(rows, self.seq_len, self.pad_token_id)
 
     def state_dict(self) -> dict[str, Any]:

@@ -689,14 +689,6 @@ class TeacherCache:
         return batch
 
 
-class CachedBatches(Mapped):
-    """``PackedBatches`` that carry what a cache holds; order and saved place are theirs."""
-
-    def __init__(self, batches: PackedBatches, cache: TeacherCache) -> None:
-        """Take the batches, and the cache of the same documents in the same order."""
-        self.batches, self.cache = batches, cache
-
-    def __next__(self) -> Batch:
-        """Return the next batch with what is stored for its tokens."""
-        places = self.batches.take()
-        return {**self.batches.lay_out(places), **self.cache.rows(places, self.batches.seq_len)}
+def cached_batches(batches: PackedBatches, cache: TeacherCache) -> Mapped:
+    """Return the batches with what a cache of the same documents, in their order, holds."""
+    return Mapped(batches, lambda batch: batch | cache.rows(batches.places, batches.seq_len))

@@ -104,7 +104,7 @@ def cached_features(
     for batch in heldout if of_rows else []:
         known = [[next(count) for _ in row] for row in batch["documents"]]
         filled.append({**batch, **caches[1].rows(known, batch["input_ids"].shape[1])})
-    return teacher_cache.CachedBatches(batches, caches[0]), filled, []
+    return teacher_cache.cached_batches(batches, caches[0]), filled, []
 
 
 def without_features(batches: Batches, size: int, dtype: torch.dtype) -> Mapped:
@@ -191,7 +191,7 @@ def stored_teacher(
     autocast = cfg.autocast == "bfloat16"
     shape = batches.rows, batches.seq_len
     teacher_cache.write_cache(*given, shape, output=output, autocast=autocast, tell=tell)
-    return teacher_cache.CachedBatches(batches, teacher_cache.TeacherCache(plan)), []
+    return teacher_cache.cached_batches(batches, teacher_cache.TeacherCache(plan)), []
 
 
 def _documents(batch: Batch) -> Iterator[tuple[int, int, int]]:

@@ -33,10 +33,10 @@ from specheads.data import teacher_cache
 from specheads.data.chat import Encoded
 from specheads.data.pack import PackedBatches, one_pass
 from specheads.data.teacher_cache import (
-    CachedBatches,
     EngineStates,
     Plan,
     TeacherCache,
+    cached_batches,
     plan_features,
     plan_top_logits,
     readable,
@@ -154,7 +154,7 @@ def test_losses_are_those_of_online_training(
     steps = 2 * _batches(documents).rows_per_epoch // ROWS  # two epochs: other neighbours
     online = _losses(base, _batches(documents), steps, autocast=autocast, cached=False)
     cached = _losses(
-        base, CachedBatches(_batches(documents), features), steps, autocast=autocast, cached=True
+        base, cached_batches(_batches(documents), features), steps, autocast=autocast, cached=True
     )
     assert online[-1] < online[0] - 0.1, "nothing was learned: no test"
     assert max(abs(a - b) for a, b in zip(online, cached, strict=True)) <= tolerance
@@ -180,7 +180,7 @@ def test_every_document_has_its_own_states(
         }[dtype]
         assert features[i]["hidden"].dtype == torch.float32
         assert bool(((features[i]["hidden"] - alone).abs() <= bound).all()), f"document {i}"
-    batches = CachedBatches(_batches(documents), features)
+    batches = cached_batches(_batches(documents), features)
     batch = next(batches)
     padding = batch["segment_ids"] == 0
     assert padding.any() and bool((batch["hidden"][padding] == 0).all())
@@ -238,12 +238,11 @@ def test_padding_is_not_stored_and_rows_may_have_any_length(
     again = _plan(tmp_path / "f", [dataclasses.replace(d, id="x") for d in documents], tiny_llama)
     assert again == features.plan, "names are no part of it"
     longer = PackedBatches(documents, seq_len=200, rows=1, seed=0, pad_token_id=PAD)
-    places = longer.take()
-    batch = longer.lay_out(places)
+    batch = next(longer)
     with torch.no_grad():
         online = packed_hidden(tiny_llama, batch["input_ids"], batch["position_ids"])
     real = batch["segment_ids"] > 0
-    stored = features.rows(places, 200)["hidden"]
+    stored = features.rows(longer.places, 200)["hidden"]
     torch.testing.assert_close(stored[real], online[real], atol=2e-5, rtol=0)
 
 
@@ -329,7 +328,7 @@ def test_offline_learns_as_online(base: PreTrainedModel, tmp_path: Path, loss: s
     top = filled(planned("stored teacher", tmp_path / "t", documents), documents, base)
     for teacher in (base, None):
         packed = PackedBatches(documents, seq_len=ROW, rows=2, seed=3, pad_token_id=0)
-        batches = packed if teacher is not None else CachedBatches(packed, top)
+        batches = packed if teacher is not None else cached_batches(packed, top)
         draft = build("llama", seed=2, num_hidden_layers=1)
         objective = DraftObjective(draft, teacher, DraftConfig(loss=loss), LossConfig(top_k=K))
         optimizer = torch.optim.SGD(draft.parameters(), lr=0.1)
@@ -356,7 +355,7 @@ def test_rows_lie_as_the_tokens_do(base: PreTrainedModel, tmp_path: Path, kind: 
     plain, cached, again = (
         PackedBatches(documents, seq_len=ROW, rows=2, seed=3, pad_token_id=0) for _ in range(3)
     )
-    with_cache, resumed = CachedBatches(cached, cache), CachedBatches(again, cache)
+    with_cache, resumed = cached_batches(cached, cache), cached_batches(again, cache)
     for _ in range(plain.rows_per_epoch):
         assert with_cache.state_dict() == plain.state_dict()
         # of a run without a cache
@@ -675,7 +674,7 @@ def test_states_of_an_engine_are_those_of_the_base(deep: PreTrainedModel, tmp_pa
         found, expected = (cache[number]["hidden"] for cache in (theirs, ours))
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
     mine, other = (
-        _losses(deep, CachedBatches(_batches(documents), _final(cache)), 6, cached=True)
+        _losses(deep, cached_batches(_batches(documents), _final(cache)), 6, cached=True)
         for cache in (theirs, ours)
     )
     assert mine == pytest.approx(other, abs=1e-4)
