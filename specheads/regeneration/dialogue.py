@@ -22,6 +22,7 @@ from specheads.decoding.conversation import text_of
 from specheads.losses.cross_entropy import IGNORE
 
 _ROLES = ("system", "user", "assistant")
+_MADE = ("finish_reason", "num_tokens")  # of an answer, kept with the record
 STAND_IN = "9a41f0c7-the-answer"  # no text holds it by chance
 
 
@@ -74,7 +75,7 @@ class Dialogue:
         """Return the conversation so far: up to the next answer that is due, or all of it."""
         return conversation(self.turns, [answer.text for answer in self.answers])
 
-    def answered(self, generation: dict[str, Any], tokens: dict[str, Any] | None) -> Record:
+    def answered(self, generation: dict[str, Any]) -> Record:
         """Return the record with the new answers, and what is known about their making."""
         left_out = ("messages", "completion", "tokens", "generation")
         record = {key: value for key, value in self.record.items() if key not in left_out}
@@ -82,13 +83,8 @@ class Dialogue:
             record["completion"] = self.answers[0].text
         else:
             record["messages"] = self.messages()
-        if tokens is not None:
-            record["tokens"] = tokens
-        record["generation"] = generation | {
-            "finish_reason": [answer.finish_reason for answer in self.answers],
-            "num_tokens": [answer.num_tokens for answer in self.answers],
-        }
-        return record
+        made = {name: [getattr(each, name) for each in self.answers] for name in _MADE}
+        return record | {"generation": generation | made}
 
 
 def check_answerable(records: Iterable[Record]) -> None:
@@ -191,8 +187,7 @@ def retold(talk: Dialogue, turns: TurnEncoder) -> dict[str, Any]:
         for row in of[: stop - start]  # an end that the template does not keep is no token of it
     ]
     top = packed_top([ids for ids, _ in kept], [log_probs for _, log_probs in kept])
-    whose = turns.encoder.digest
-    return {"ids": told.ids, "answers": told.spans, "tokenizer": whose, "top": top}
+    return turns.stored(told) | {"top": top}
 
 
 def prompt_digest(record: Record) -> str:
@@ -231,15 +226,12 @@ class TurnEncoder:
         Raises:
             RecordError: if the chat template does not take the conversation.
         """
-        if "messages" not in talk.record:
-            bare = {key: talk.record[key] for key in ("id", "prompt")} | {"completion": ""}
-            talk.ids = self.encoder.prompt(bare)
-            return talk.ids
+        is_chat, asked = "messages" in talk.record, {"id": talk.record["id"]}
+        asked |= {"messages": talk.messages()} if is_chat else {"text": talk.record["prompt"]}
         try:
             if talk.answers:
                 self._go_on(talk)
             else:
-                asked: Record = {"id": talk.record["id"], "messages": talk.messages()}
                 talk.ids = self.encoder.prompt(asked)
         except (ConfigError, TemplateError) as error:
             raise RecordError("template", str(error)) from None
@@ -257,6 +249,10 @@ class TurnEncoder:
         talk.ids = [*talk.ids, *new_tokens]
         text = text_of(self.tokenizer, new_tokens[:-1] if ended else new_tokens)
         talk.answers.append(Answer(text, "stop" if ended else "length", len(new_tokens)))
+
+    def stored(self, talk: Dialogue) -> dict[str, Any]:
+        """Return the ``tokens`` to store with an answered record."""
+        return {"ids": talk.ids, "answers": talk.spans, "tokenizer": self.encoder.digest}
 
     def _go_on(self, talk: Dialogue) -> None:
         between = self._between(talk)

@@ -360,13 +360,12 @@ def _add_record(
     outcome: Outcome, talk: Dialogue, generation: dict[str, Any], turns: TurnEncoder | None
 ) -> None:
     outcome.num_tokens += sum(answer.num_tokens or 0 for answer in talk.answers)
-    record = talk.answered(generation, None)
+    record = talk.answered(generation)
     with outcome.quarantining(talk.record):
         try:
-            if talk.answers[0].likely and turns is not None:
-                record["tokens"] = retold(talk, turns)
-            elif turns is not None:
-                record["tokens"] = tokens_of(record, turns.encoder)
+            if turns is not None:
+                told = talk.answers[0].likely
+                record["tokens"] = retold(talk, turns) if told else tokens_of(record, turns.encoder)
         except ConfigError as error:
             raise RecordError("template", str(error)) from None
         outcome.answered.append(record)

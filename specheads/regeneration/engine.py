@@ -122,9 +122,8 @@ class Engine:
                 if not talk.finished:
                     waiting.append(self._ask(talk))
                     continue
-                whose = self.turns.encoder.digest
-                tokens = {"ids": talk.ids, "answers": talk.spans, "tokenizer": whose}
-                outcome.answered.append(talk.answered(self.generation, tokens))
+                tokens = {"tokens": self.turns.stored(talk)}
+                outcome.answered.append(talk.answered(self.generation) | tokens)
         return waiting
 
     def _begun(self, record: Record) -> list[Dialogue]:

@@ -77,7 +77,7 @@ def test_which_answers_are_due(roles: str, turns: list[list[int]]) -> None:
         asked = talk.messages()
         assert asked[-1] == talk.turns[i][-1] and len(asked) == sum(map(len, turns[: i + 1])) + i
         talk.answers.append(Answer(f"new {i}", "stop", 3))
-    done = talk.answered({"model": "m"}, None)
+    done = talk.answered({"model": "m"})
     new = [m["content"] for m in done["messages"] if m["role"] == "assistant"]
     assert new == [f"new {i}" for i in range(len(turns))]
     assert done["generation"]["finish_reason"] == ["stop"] * len(turns)
@@ -93,7 +93,7 @@ def test_old_answers_leave_no_trace() -> None:
     }  # fmt: skip
     talk = dialogue(record)
     talk.answers.append(Answer("new", "stop"))
-    assert talk.answered({"model": "m"}, None) == {
+    assert talk.answered({"model": "m"}) == {
         "id": "r", "kind": "k", "prompt": "p", "completion": "new", "source": "s",
         "generation": {"model": "m", "finish_reason": ["stop"], "num_tokens": [None]},
     }  # fmt: skip
@@ -161,7 +161,7 @@ def test_ids_are_those_of_the_template(make_byte_tokenizer: MakeTokenizer, templ
         assert asked[i] == encoder.prompt(bare)
         assert talk.spans[i] == [len(asked[i]), len(asked[i]) + len(text.encode()) + 1]
         messages.append(message("assistant", text))
-    done = talk.answered({}, None)
+    done = talk.answered({})
     whole = encoder(done)
     assert talk.ids == whole.input_ids.tolist()[: len(talk.ids)]
     learned = {t for start, stop in talk.spans for t in range(start, stop)}
