@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
 from specheads.data.chat import Encoded
-from specheads.data.schema import differences
+from specheads.data.schema import differences, text_digest
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import input_embedding
 from specheads.models.forward import undisturbed
@@ -99,8 +99,7 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 def number_of(*numbers: int) -> int:
     """Return a number below 2^63 that depends on all of ``numbers``."""
     # hashed, not added: seed 1 in epoch 0 must not be seed 0 in epoch 1
-    text = ":".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+    return int.from_bytes(text_digest(":".join(map(str, numbers)))[:8], "big") >> 1
 
 
 def digest_of(documents: Iterable[Encoded], start: str = "") -> str:

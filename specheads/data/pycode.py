@@ -19,7 +19,6 @@ import builtins
 import copy
 import functools
 import gzip
-import hashlib
 import importlib.util
 import json
 import os
@@ -35,6 +34,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from specheads.data.schema import Record, text_digest
 from specheads.runs.directory import package_version
 from specheads.system import dist
 from specheads.system.files import flush_file
@@ -78,7 +78,6 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 CODE_VERSION = 1  # change it when the corpus or the pairs change: it is part of the cache key
 
 T = TypeVar("T")
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,7 @@ class Module:
     @property
     def split(self) -> str:
         """``heldout`` for about 4% of module paths, by hash; ``train`` for the others."""
-        digest = hashlib.sha256(self.path.encode()).digest()
-        return "heldout" if int.from_bytes(digest[:4], "big") < HELDOUT_SHARE * 2**32 else "train"
+        return "heldout" if rank(self.path) >> 32 < HELDOUT_SHARE * 2**32 else "train"
 
 
 def package_folders(packages: Sequence[str]) -> dict[str, Path]:
@@ -180,7 +178,7 @@ class Pair(NamedTuple):
 
 def rank(*parts: object) -> int:
     """A stable pseudo-random number from ``parts``: every choice here is made with it."""
-    return int.from_bytes(hashlib.sha256("\0".join(map(str, parts)).encode()).digest()[:8], "big")
+    return int.from_bytes(text_digest("\0".join(map(str, parts)))[:8], "big")
 
 
 def pairs_of_module(path: str, text: str) -> list[Pair]:
@@ -378,9 +376,9 @@ def make_pairs(modules: Iterable[Module]) -> dict[str, list[Record]]:
 
 
 def _record(module: Module, pair: Pair) -> Record:
-    digest = hashlib.sha256(f"{pair.prompt}\0{pair.answer}".encode()).hexdigest()[:8]
+    digest = rank(pair.prompt, pair.answer) >> 32
     return {
-        "id": f"{pair.kind}:{module.path}:{pair.name}:{digest}",
+        "id": f"{pair.kind}:{module.path}:{pair.name}:{digest:08x}",
         "kind": pair.kind,
         "messages": [
             {"role": "user", "content": pair.prompt},
@@ -409,9 +407,8 @@ def _load(packages: tuple[str, ...]) -> tuple[list[Module], dict[str, list[Recor
     versions = {name: package_version(whole) or "unknown" for name, whole in names.items()}
     versions["stdlib"] = ".".join(map(str, python))
     key = json.dumps([CODE_VERSION, python, versions])
-    name = hashlib.sha256(key.encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specheads"
-    file = folder / f"pycode-{name}.json.gz"
+    file = folder / f"pycode-{rank(key):016x}.json.gz"
     if file.exists():
         with gzip.open(file, "rt", encoding="utf-8") as stream:
             stored = json.load(stream)

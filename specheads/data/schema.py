@@ -362,10 +362,14 @@ def _are_counts(values: object) -> bool:
     return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
 
 
+def text_digest(text: str) -> bytes:
+    """Return a sha256 of a text, which may hold half of a surrogate pair."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
 def json_digest(value: object) -> bytes:
     """Return a sha256 of JSON, whatever the order of its keys."""
-    line = json.dumps(value, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(line.encode("utf-8", "surrogatepass")).digest()
+    return text_digest(json.dumps(value, sort_keys=True, ensure_ascii=False))
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

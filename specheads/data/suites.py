@@ -17,7 +17,6 @@ A question becomes a prompt by the tokenizer's chat template, Vicuna's, one from
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from specheads.config import ConfigError, DataConfig
 from specheads.data.chat import Encoder, conversation
 from specheads.data.load import read_jsonl
 from specheads.data.readers import Row, json_reader, parquet_reader, text_lines
-from specheads.data.schema import Record, RecordError, check_text, naming, one_line
+from specheads.data.schema import Record, RecordError, check_text, naming, one_line, text_digest
 
 # SPEED-Bench is published with this in place of the texts that its licence keeps elsewhere
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
@@ -217,8 +216,7 @@ class QuestionPrompts:
         if template not in KINDS:
             tokenizer = copy.copy(tokenizer)
             tokenizer.chat_template = text = _read_template(template)
-            digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-            template = f"{Path(template).name} {digest}"
+            template = f"{Path(template).name} {text_digest(text).hex()[:12]}"
         elif template == "chat" and tokenizer.chat_template is None:
             raise ConfigError(
                 f"template=chat, but the tokenizer {tokenizer.name_or_path} has no chat template;"

@@ -6,7 +6,6 @@ Commands and pipelines call :func:`regenerate`, which says on its way what it do
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 from specheads.config import ConfigError, InterruptedRunError, RegenerateConfig, RunError
 from specheads.data.load import load_records, read_prompts
-from specheads.data.schema import Dropped, Record
+from specheads.data.schema import Dropped, Record, text_digest
 from specheads.models.base import described, end_tokens, load_tokenizer
 from specheads.regeneration import engine
 from specheads.regeneration.answers import AnswerFile, Outcome, read_lines
@@ -215,11 +214,7 @@ def _takes_messages(config: RegenerateConfig) -> bool:
 
 def in_fair_order(records: Sequence[Record]) -> list[Record]:
     """Return records in an order by their ids of which every beginning is a fair sample."""
-
-    def rank(record: Record) -> bytes:
-        return hashlib.sha256(record["id"].encode("utf-8", "surrogatepass")).digest()
-
-    return sorted(records, key=rank)
+    return sorted(records, key=lambda record: text_digest(record["id"]))
 
 
 def _append(outcomes: Iterator[Outcome], answers: AnswerFile, total: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from specheads.config import ConfigError, RunError
-from specheads.data.schema import Record, RecordError, differences
+from specheads.data.schema import Record, RecordError, differences, text_digest
 from specheads.regeneration.dialogue import prompt_digest
 from specheads.system.files import cut_torn_line, no_room, whole_file, write_whole
 from specheads.verification.sampling import Sampler
@@ -45,8 +44,7 @@ class Sampling(Sampler):
 
 def record_seed(seed: int, record_id: str) -> int:
     """Return the seed of one record's answers, in [0, 2**31): servers take no larger ones."""
-    digest = hashlib.sha256(f"{seed}\0{record_id}".encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
+    return int.from_bytes(text_digest(f"{seed}\0{record_id}")[:4], "big") >> 1
 
 
 @dataclass

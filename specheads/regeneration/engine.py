@@ -9,7 +9,6 @@ Below is who answers when ``regenerate`` is run: which weights, with which setti
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
@@ -19,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, RegenerateConfig
-from specheads.data.schema import Record, RecordError
+from specheads.data.schema import Record, RecordError, text_digest
 from specheads.decoding.exported import exported_drafter
 from specheads.decoding.result import DecodedRow
 from specheads.decoding.stream import Job, Stream
@@ -211,7 +210,7 @@ def _tuned_digest(tuned: Path, info: dict[str, Any]) -> str:
         return base_digest(str(tuned))
     files = sorted(file for file in tuned.iterdir() if file.suffix in (".safetensors", ".json"))
     lines = [info["digest"], *(f"{file.name}\0{file_sha256(file)}" for file in files)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return text_digest("\n".join(lines)).hex()
 
 
 def _digest(model: str, config: RegenerateConfig) -> str:
