@@ -31,6 +31,7 @@ from specheads.data.chat import Encoder, conversation
 from specheads.data.load import read_jsonl
 from specheads.data.readers import Row, json_reader, parquet_reader, text_lines
 from specheads.data.schema import Record, RecordError, check_text, naming, one_line, text_digest
+from specheads.models import manifest
 
 # SPEED-Bench is published with this in place of the texts that its licence keeps elsewhere
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
@@ -254,12 +255,9 @@ def _bare(question: Question, answers: Sequence[str]) -> str:
 
 def _read_template(template: str) -> str:
     path = Path(template).expanduser()
-    try:
+    expected = "must be auto, chat, vicuna, none or a file with a chat template"
+    with manifest.one_line(f"template {expected}; cannot read {template}"):
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        expected = "must be auto, chat, vicuna, none or a file with a chat template"
-        raise ConfigError(f"template {expected}; cannot read {template}: {reason}") from None
     if not text.strip():
         raise ConfigError(f"template: {path} is empty")
     return text

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -46,6 +46,7 @@ from specheads.losses.cross_entropy import IGNORE
 from specheads.losses.fused import rows_at_once
 from specheads.models.base import input_device
 from specheads.models.forward import undisturbed
+from specheads.models.manifest import one_line
 from specheads.models.names import base_digest
 from specheads.models.output import FINAL, OutputLayer, final_norm, layers_behind, packed_taps
 from specheads.system.errors import refuse
@@ -57,6 +58,8 @@ ENGINE = "engine.json"  # says what an engine's hidden states are of that lie be
 # of the numbers in one shard, which is held in memory while it fills; one document may have more
 SHARD_BYTES = 256 << 20
 _FREE_MARGIN = 1 << 20  # bytes that a file system needs beside the files themselves
+_DAMAGED = "is damaged; delete it, and the next run writes it again"
+_BY_ENGINE = "is damaged; let the engine write it again"
 # kind -> the setting that names the folder, the files' name, what makes it smaller, here and there
 _KINDS = {
     "features": ("features.dir", "features", "features.dtype", "dtype"),
@@ -185,10 +188,6 @@ def readable(num_bytes: float) -> str:
     return f"{num_bytes:.0f} bytes"
 
 
-def _damaged(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"{path} is damaged: {why}; delete it, and the next run writes it again")
-
-
 def computed_by(model: ModelConfig, autocast: str) -> dict[str, str]:
     """Return ``base model`` and ``computation``, the first part of what a cache is made of."""
     return {
@@ -284,7 +283,7 @@ def _laid_out(plan: Plan) -> Plan:
 def _stored_places(plan: Plan) -> list[tuple[str, tuple[int, int]]]:
     """Return name and documents of the shards of the index in the folder, if it is of the same."""
     path = plan.folder / INDEX
-    try:
+    with one_line(f"{path} is no {plan.kind} index; delete the folder"):
         values = json.loads(path.read_text(encoding="utf-8"))
         there, held = dict(values["made_of"]), values.get("taps")
         if held and set(plan.asked) <= set(held):
@@ -294,10 +293,6 @@ def _stored_places(plan: Plan) -> list[tuple[str, tuple[int, int]]]:
             for shard in values["shards"]
             for first, stop in [shard["documents"]]
         ]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} is no {plan.kind} index ({error!r}); delete the folder"
-        ) from None
     if others := differences(there, plan.made_of):
         raise ConfigError(
             f"{plan.key}={plan.folder} was made with another {others}; name another folder, or"
@@ -337,7 +332,7 @@ class EngineStates:
         """The files by digest of their token ids; looked at when a cache is written from them."""
         found = {}
         for file in sorted((self.folder / "states").glob("*.safetensors")):
-            with _readable(file) as opened:
+            with one_line(f"{file} {_BY_ENGINE}"), safe_open(file, framework="pt") as opened:
                 found[ids_digest(opened.get_tensor("token_ids").numpy())] = file
         return found
 
@@ -355,12 +350,10 @@ class EngineStates:
         path = folder / ENGINE
         if not path.is_file():
             return None
-        try:
+        with one_line(f"{path} {_BY_ENGINE}"):
             about = json.loads(path.read_text(encoding="utf-8"))
             computation, digest = str(about["computation"]), str(about["base model"])
             layers = tuple(int(each) for each in about["layers"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise _not_written(path, repr(error)) from None
         if digest != base_model:
             raise ConfigError(
                 f"{path}: hidden states of the base model {digest:.80}, this run's is"
@@ -390,13 +383,13 @@ class EngineStates:
                 f"{self.folder / ENGINE}: the states behind layer {min(missing)} are not among"
                 f" those behind {list(self.layers)}{again}"
             )
-        with _readable(file) as opened:
+        with one_line(f"{file} {_BY_ENGINE}"), safe_open(file, framework="pt") as opened:
             states = opened.get_tensor("hidden_states")  # [n, layers, d]
         norm, size = final_norm(base), base.config.get_text_config().hidden_size
         shape = (len(document.input_ids), len(self.layers), size)
         if tuple(states.shape) != shape:
             found = f"hidden_states is {list(states.shape)}, expected {list(shape)}"
-            raise _not_written(file, found)
+            raise ConfigError(f"{file} {_BY_ENGINE}: {found}")
         weight = next(norm.parameters())
         states = states.to(weight.device, weight.dtype)
         parts = [states[:, self.layers.index(place)] for place in behind]
@@ -404,23 +397,9 @@ class EngineStates:
         return torch.cat(parts, dim=-1)
 
 
-def _not_written(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"{path} is damaged: {why}; let the engine write it again")
-
-
 def ids_digest(ids: Any) -> str:
     """Return a digest of token ids [n]."""
     return hashlib.sha256(np.ascontiguousarray(ids, dtype=np.int32).data).hexdigest()
-
-
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[Any]:
-    """Open an engine's file."""
-    try:
-        with safe_open(path, framework="pt") as opened:
-            yield opened
-    except (SafetensorError, OSError) as error:
-        raise _not_written(path, str(error)) from None
 
 
 @torch.no_grad()
@@ -619,17 +598,16 @@ def _check_contents(plan: Plan, shard: Shard) -> None:
     file = _opened(plan, plan.folder / shard.file)
     found = _contents_sha256({name: file.get_tensor(name) for name in plan.tensors})
     if found != file.metadata()["sha256"]:
-        raise _damaged(plan.folder / shard.file, "its numbers are not those that were written")
+        path, why = plan.folder / shard.file, "its numbers are not those that were written"
+        raise ConfigError(f"{path} {_DAMAGED}: {why}")
 
 
 def _opened(plan: Plan, path: Path) -> Any:
     """Map a shard into memory and check that it is of this cache."""
-    try:
+    with one_line(f"{path} {_DAMAGED}"):
         file = safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise _damaged(path, str(error)) from None
     if (file.metadata() or {}).get("made_of") != plan.digest:
-        raise _damaged(path, "it is of another cache")
+        raise ConfigError(f"{path} {_DAMAGED}: it is of another cache")
     return file
 
 

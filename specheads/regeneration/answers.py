@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from specheads.config import ConfigError, RunError
 from specheads.data.schema import Record, RecordError, differences, text_digest
+from specheads.models.manifest import one_line
 from specheads.regeneration.dialogue import prompt_digest
 from specheads.system.files import cut_torn_line, no_room, whole_file, write_whole
 from specheads.verification.sampling import Sampler
@@ -265,10 +266,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _object(text: bytes, where: str) -> dict[str, Any]:
-    try:
+    with one_line(f"{where} is damaged"):
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is damaged: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{where} is damaged: it holds no object")
     return found
