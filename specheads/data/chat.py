@@ -275,10 +275,6 @@ def _added_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return []
 
 
-_COUNTS = (
-    "records", "documents", "tokens", "learned", "too_long", "unlabelled", "split", "retokenized",
-    "refused",
-)  # fmt: skip
 _NOTES = {
     "too_long": "dropped: longer than data.seq_len",
     "unlabelled": "dropped: nothing to learn",
@@ -325,7 +321,7 @@ class Documents:
                 f"data.seq_len is {seq_len}, longer than the base model's context of {context}"
             )
         self.encoder, self.seq_len, self.learn_all = Encoder(tokenizer), seq_len, learn_all
-        self.counts = dict.fromkeys(_COUNTS, 0)
+        self.counts = dict.fromkeys(("records", "documents", "tokens", "learned", *_NOTES), 0)
         self.documents: list[Encoded] = []
 
     def summary(self) -> str:

@@ -196,8 +196,7 @@ def read_prompts(path: str | Path, *, chat: bool) -> list[Record]:
 
     def meant(load: Callable[[], object]) -> object:
         value = load()
-        given = value.keys() & KEYS if isinstance(value, dict) else set()
-        if not isinstance(value, dict) or given != {"prompt"}:
+        if not isinstance(value, dict) or value.keys() & KEYS != {"prompt"}:
             return value
         if not chat:
             return value | {"completion": ""}
