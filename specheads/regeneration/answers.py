@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from specheads.config import ConfigError, RunError
 from specheads.data.schema import Record, RecordError, differences, text_digest
-from specheads.models.manifest import one_line
+from specheads.models.manifest import one_line, read_json
 from specheads.regeneration.dialogue import prompt_digest
 from specheads.system.files import cut_torn_line, no_room, whole_file, write_whole
 from specheads.verification.sampling import Sampler
@@ -125,7 +125,7 @@ class AnswerFile:
                 )
             write_whole(self.settings_path, json.dumps(wanted, indent=2) + "\n")
             return
-        found = _object(self.settings_path.read_bytes(), str(self.settings_path))
+        found = read_json(self.settings_path, f"{self.path} cannot be gone on with")
         if others := differences(found, wanted):
             raise ConfigError(
                 f"{self.path} was made with other settings: {others}; choose another output="
@@ -262,15 +262,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            yield number, _object(line, f"{path}:{number}")
-
-
-def _object(text: bytes, where: str) -> dict[str, Any]:
-    with one_line(f"{where} is damaged"):
-        found = json.loads(text)
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where} is damaged: it holds no object")
-    return found
+            with one_line(f"{path}:{number} is damaged"):
+                found = json.loads(line)
+            if not isinstance(found, dict):
+                raise ConfigError(f"{path}:{number} is damaged: it holds no object")
+            yield number, found
 
 
 def _lines(values: Iterable[Mapping[str, Any]]) -> bytes:
