@@ -5,7 +5,6 @@ Commands and pipelines call :func:`regenerate`, which says on its way what it do
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -68,13 +67,12 @@ def regenerate(config: RegenerateConfig, say: Say) -> dict[str, Any]:
             return local().answer(left)
         return ask_endpoint(config, who, client, left)
 
-    settings, limit = engine.settings_of(config, who), config.limit
+    settings = engine.settings_of(config, who)
     try:
         if own:
             whose = engine.weights_of(config, who)
             questioner = Questioner(local(), config.questions, config.seed, whose)
-            with _bar("question", limit) as tick:
-                records, told = questioner.write(Path(f"{output}.questions.jsonl"), limit, tick)
+            records, told = questioner.write(Path(f"{output}.questions.jsonl"), config.limit)
             say(told)
             records = in_fair_order(records)
         for turn in range(1, config.questions.turns if own else 1):
@@ -82,8 +80,7 @@ def regenerate(config: RegenerateConfig, say: Say) -> dict[str, Any]:
             write_answers(said, settings, records, ask, say)
             answered = [record for _, record in read_lines(Path(said))]
             questioner = Questioner(local(), config.questions, config.seed, settings)
-            with _bar("conversation", len(answered)) as tick:
-                records = questioner.go_on(Path(f"{said}.next.jsonl"), answered, tick)
+            records = questioner.go_on(Path(f"{said}.next.jsonl"), answered)
         return write_answers(output, settings, records, ask, say)
     except KeyboardInterrupt:
         raise InterruptedRunError(
@@ -104,13 +101,6 @@ def ask_endpoint(
     whose = {"model": who.model, "endpoint": client.url} | engine.drawn_by(config)
     sampling, many = engine.sampling_of(config), config.concurrency
     return ask_server(client, who.model, sampling, records, whose, many, turns)
-
-
-@contextlib.contextmanager
-def _bar(unit: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar; yield a function that is told how many there are."""
-    with progress_bar(unit, total=total) as bar:
-        yield lambda num: advance(bar, num - bar.n)
 
 
 def write_answers(

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
@@ -112,7 +113,7 @@ class AnswerFile:
             self.num_cut += cut_torn_line(self.bad_path)
             self.bad = self._read_bad()
         except BaseException:
-            os.close(self._file)
+            self._file.close()
             raise
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
@@ -197,7 +198,7 @@ class AnswerFile:
         try:
             if bad:  # first, so that a kill leaves both files in the order of their records
                 with self.bad_path.open("ab", buffering=0) as file:
-                    _append(file.fileno(), bad)
+                    _append(file, bad)
             _append(self._file, answered)
         except OSError as error:
             if not no_room(error):
@@ -222,7 +223,7 @@ class AnswerFile:
         with whole_file(self.path) as fresh:
             fresh.write_bytes(b"".join(line for _, line, _ in ranked))
             old, self._file = self._file, _locked(fresh)
-        os.close(old)
+        old.close()
         self.done = {name: self.done[name] for _, _, name in ranked}
 
     def reasons(self) -> str:
@@ -240,17 +241,13 @@ class AnswerFile:
         try:
             self.flush()
         finally:
-            os.close(self._file)
+            self._file.close()
 
 
-def _locked(path: Path) -> int:
+def _locked(path: Path) -> FileIO:
     """Open a file for appending, as its only writer; BlockingIOError where there is another."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        raise
+    file = path.open("ab", buffering=0)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return file
 
 
@@ -275,8 +272,8 @@ def _lines(values: Iterable[Mapping[str, Any]]) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-def _append(file: int, values: Iterable[Mapping[str, Any]]) -> None:
+def _append(file: FileIO, values: Iterable[Mapping[str, Any]]) -> None:
     data = _lines(values)
     while data:
-        data = data[os.write(file, data) :]
+        data = data[os.write(file.fileno(), data) :]
     os.fsync(file)

@@ -34,6 +34,7 @@ from specheads.regeneration.answers import AnswerFile, read_lines, record_seed
 from specheads.regeneration.dialogue import STAND_IN
 from specheads.regeneration.engine import Engine
 from specheads.system.files import conf_dir
+from specheads.system.terminal import advance, progress_bar
 from specheads.verification.sampling import Sampler
 
 BLOCK = 256  # attempts that are shared out to kinds together; also those that may all be of no use
@@ -46,8 +47,6 @@ _CURES = {
     "empty": "a base that ends its texts at once needs questions of others, prompts=<file>",
 }
 _OTHERS = "questions.temperature= with another number, or prompts=<file>, makes them differ"
-
-Tick = Callable[[int], object]
 
 
 def read_leads(kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -88,7 +87,7 @@ class Questioner:
         self._special = frozenset(special_ids(self.tokenizer))
         self._around = cache(self._rendered)  # by a kind's system turn
 
-    def write(self, path: Path, limit: int, tick: Tick = int) -> tuple[list[Record], str]:
+    def write(self, path: Path, limit: int) -> tuple[list[Record], str]:
         """Write questions into a file, or go on with it; return ``limit`` of them.
 
         What an attempt becomes depends on its number, the seed and the attempts before it: a larger
@@ -97,7 +96,6 @@ class Questioner:
         Args:
             path: the .jsonl of questions, with ``.bad.jsonl`` and ``.json`` beside it.
             limit: how many are wanted.
-            tick: called after every step with how many there are.
 
         Returns:
             The questions, records without answers; and one line about them and what was left out.
@@ -110,8 +108,9 @@ class Questioner:
             known: dict[str, Record | RecordError] = {r["id"]: r for _, r in read_lines(path)}
             known |= {name: RecordError(reason) for name, reason in file.bad.items()}
             attempts = _Attempts(self, limit, file)
-            for _ in attempts.steps(known):
-                tick(len(attempts.kept))
+            with progress_bar("question", total=limit) as bar:
+                for _ in attempts.steps(known):
+                    advance(bar, len(attempts.kept) - bar.n)
             left_out = file.reasons().replace("in quarantine", "left out")
             num, kinds = len(attempts.kept), Counter(each["kind"] for each in attempts.kept)
             if num < limit:
@@ -124,18 +123,18 @@ class Questioner:
         told = ", ".join(f"{kind} {num:,}" for kind, num in kinds.items())
         return attempts.kept, f"{path}: {num:,} questions ({told}), {left_out}"
 
-    def go_on(self, path: Path, answered: Sequence[Record], tick: Tick = int) -> list[Record]:
+    def go_on(self, path: Path, answered: Sequence[Record]) -> list[Record]:
         """Write the user's next turn behind each conversation; one that has none stays as it is.
 
         Args:
             path: the .jsonl of conversations.
             answered: conversations that end with an answer.
-            tick: called after every step with how many are done.
 
         Returns:
             The conversations in their order.
         """
-        with AnswerFile(path, self._settings) as file:
+        bar = progress_bar("conversation", total=len(answered))
+        with bar, AnswerFile(path, self._settings) as file:
             left = (record for record in answered if record["id"] not in file.done)
 
             def take(num: int) -> list[Job]:
@@ -148,7 +147,7 @@ class Questioner:
                         turn = [{"role": "user", "content": text}] if text else []
                         job.owner["messages"] = [*job.owner["messages"], *turn]
                 file.append([job.owner for job, _ in ended])
-                tick(len(file.done))
+                advance(bar, len(file.done) - bar.n)
             file.sort(answered)
             return [record for _, record in read_lines(path)]
 

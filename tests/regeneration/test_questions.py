@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,13 @@ def test_a_killed_run_ends_with_the_same_files(
     monkeypatch.setattr(answers, "HELD", 0.0)  # a write for every line
     append, left = answers._append, 0
 
-    def torn(file: int, values: Any) -> None:
+    def torn(file: FileIO, values: Any) -> None:
         nonlocal left
         values = list(values)
         left -= bool(values)
         if values and not left:
             append(file, values[:-1])
-            answers.os.write(file, answers._lines(values[-1:])[:-7])
+            answers.os.write(file.fileno(), answers._lines(values[-1:])[:-7])
             raise KeyboardInterrupt
         append(file, values)
 
