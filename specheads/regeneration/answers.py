@@ -169,7 +169,7 @@ class AnswerFile:
         return [r for r in records if r["id"] not in self.done and r["id"] not in self.bad]
 
     def append(self, answered: Sequence[Record], quarantined: Sequence[RecordError] = ()) -> None:
-        """Append whole lines to both files, now or with those that come next.
+        """Append whole lines to both files, now or with those that come next; there may be none.
 
         Raises:
             RunError: as :meth:`flush` does.
@@ -184,7 +184,7 @@ class AnswerFile:
         self.bad |= {line["id"]: line["reason"] for line in bad}
         self._held[0].extend(answered)
         self._held[1].extend(bad)
-        if time.monotonic() - self._written > HELD:
+        if any(self._held) and time.monotonic() - self._written > HELD:
             self.flush()
 
     def flush(self) -> None:

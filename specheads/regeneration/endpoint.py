@@ -10,6 +10,7 @@ import threading
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing import TimeoutError as NothingYetError
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -17,7 +18,7 @@ import httpx
 
 from specheads.config import ConfigError, RunError
 from specheads.data.schema import Record, RecordError
-from specheads.regeneration.answers import Outcome, Sampling, record_seed
+from specheads.regeneration.answers import HELD, Outcome, Sampling, record_seed
 from specheads.regeneration.dialogue import (
     Answer,
     Dialogue,
@@ -305,10 +306,17 @@ def ask_server(
     num_threads = min(concurrency, len(records))
     pool = ThreadPool(num_threads)  # of daemons: Ctrl-C must not wait for a slow answer
     held: list[RecordError] = []  # until it is known that it was not the server
-    answered, num_failed, last = False, 0, ""  # failed one after the other
+    settled, answered, num_failed, last = 0, False, 0, ""  # failed one after the other
+    items = pool.imap_unordered(partial(_settle, client, model, sampling), records)
     try:
-        for item in pool.imap_unordered(partial(_settle, client, model, sampling), records):
+        while settled < len(records):
             outcome, reason = Outcome(), ""
+            try:
+                item = items.next(timeout=HELD)
+            except NothingYetError:
+                yield outcome  # what is held may be written
+                continue
+            settled += 1
             if isinstance(item, RecordError):
                 held.append(item)
                 reason = item.reason
@@ -327,7 +335,7 @@ def ask_server(
                 outcome.quarantined += held
                 held.clear()
             yield outcome
-        if len(held) == len(records):  # all were asked
+        if settled == len(records):
             yield Outcome(quarantined=held)
         if num_failed and not answered:
             raise RunError(f"{client.url} never answered: {last}")

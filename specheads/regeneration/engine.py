@@ -87,8 +87,7 @@ class Engine:
             waiting.extendleft(self._settle((job.owner, row) for job, row in ended))
             self._outcome.num_tokens += stream.num_tokens
             stream.num_tokens = 0
-            if self._outcome.answered or self._outcome.quarantined:
-                yield self._taken()
+            yield self._taken()
         yield self._taken()
 
     def _taken(self) -> Outcome:

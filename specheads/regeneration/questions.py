@@ -110,6 +110,7 @@ class Questioner:
             attempts = _Attempts(self, limit, file)
             with progress_bar("question", total=limit) as bar:
                 for _ in attempts.steps(known):
+                    file.append([])  # what is held may be written
                     advance(bar, len(attempts.kept) - bar.n)
             left_out = file.reasons().replace("in quarantine", "left out")
             num, kinds = len(attempts.kept), Counter(each["kind"] for each in attempts.kept)
