@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
 from specheads.formats import serving
-from specheads.formats.medusa import MOST_LAYERS, check_number, check_output, check_shape, times
+from specheads.formats.head_files import MOST_LAYERS, check_number, check_shape
+from specheads.formats.medusa import check_output, times
 from specheads.formats.serving import Job, Serving
 from specheads.models.base import context_length
 from specheads.models.block import BlockForm, BlockHeads

@@ -1,4 +1,4 @@
-"""Medusa heads in the layouts of other programs: written, served, and read back.
+"""Medusa heads in the layouts of other programs: written, and served.
 
 Shapes: K heads, L blocks each, d hidden size, V vocabulary, V' the tokens that a head can guess.
 
@@ -18,35 +18,26 @@ loads the base alone loads this too, and passes over the heads.
 ``lm_heads.{h}.weight``, or one ``lm_head.weight`` for all heads (``original_lm_head``), a copy of
 the base's. It drafts one chain, every head's best guess. It skips tensors of other names without a
 word, and drops biases unless the config has ``medusa_fc_bias``. vLLM 0.33 removed the method.
-
-Files of others are told by the names of their tensors, not by their config. Configs of published
-checkpoints are known to lie (two heads where the file holds five, layers that are one layer under
-several names), so that everything is counted. A name that no layout knows is refused: skipped, it
-would be heads that guess nothing right.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-import re
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
 from specheads.formats.serving import Job, Serving, base_name, text_copies, vllm, without_heads
 from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import cast_tensors, load_export, load_heads, save_as, save_hf
 from specheads.models.heads import MedusaHeads, output_matrix
-from specheads.models.manifest import TensorFiles, expect, save_tensors, write_json
+from specheads.models.manifest import save_tensors, write_json
 from specheads.models.output import OutputLayer, output_layer
 from specheads.system.files import whole_folder
 
-MOST_HEADS, MOST_LAYERS = 256, 64  # of native exports, see models/export_config.py
 PREFIX = "medusa_head."
 SPELLINGS = ("medusa_num_{}", "num_medusa_{}")  # of the numbers of heads and layers
 # names of the tensors of head i: its block j, and its matrix behind its last block
@@ -316,251 +307,6 @@ def serve_merged(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
         *text_copies(place, "the base alone: the heads are passed over"),
         Serving("FasterDecoding/Medusa", command, note),
     ]
-
-
-_PREFIXES = ("module.", "medusa_heads.", PREFIX, f"model.{PREFIX}")
-Block = tuple[str, str | None]  # names of its weight and bias
-_BLOCK_NAME = re.compile(
-    r"(?:(\d{1,3})\.(\d{1,3})\.linear|blocks\.(\d{1,3})\.layers\.(\d{1,3}))\.(weight|bias)"
-)
-_MATRIX_NAME = re.compile(r"(?:(\d{1,3})\.(\d{1,3})|lm_heads\.(\d{1,3}))\.weight")
-
-
-class Layout:
-    """Which tensors of foreign files, which hold Medusa heads alone, belong to which head.
-
-    Attributes:
-        files: that hold them.
-        config: the config.json beside them; empty where there is none.
-        blocks: per head, per block, the names of weight and bias; no bias is zero.
-        matrices: per head the name of its output matrix; empty where they use the base's.
-        token_map: name of the ids that the rows of the matrices stand for, if they are fewer.
-        notes: what the user has to know, in lines.
-        kept: [V'] token ids that the heads can guess, once the sizes are checked; None: all.
-
-    Raises:
-        ConfigError: with the first name that is unknown, or missing.
-    """
-
-    def __init__(self, files: TensorFiles, config: dict[str, Any]) -> None:
-        self.files, self.config, self.notes = files, config, list(files.notes)
-        self.kept: Tensor | None = None
-        blocks: dict[int, dict[int, dict[str, str]]] = {}  # names by head, layer and part
-        matrices: dict[int, str] = {}
-        ends: dict[int, int] = {}  # by head, the place of its matrix behind its blocks
-        others: dict[str, str] = {}
-        for name in sorted(files.header):
-            plain, place, key = name, cast(dict[Any, str], others), cast(Any, None)
-            for prefix in _PREFIXES:
-                plain = plain.removeprefix(prefix)
-            if found := _BLOCK_NAME.fullmatch(plain):
-                layers = blocks.setdefault(int(found[1] or found[3]), {})
-                place, key = layers.setdefault(int(found[2] or found[4]), {}), found[5]
-            elif found := _MATRIX_NAME.fullmatch(plain):
-                place, key = matrices, int(found[1] or found[3])
-                if found[2]:
-                    ends[key] = int(found[2])
-            elif plain in ("lm_head.weight", "token_map"):
-                key = plain
-            else:
-                raise ConfigError(f"{files.where}: {name:.120} is no tensor of Medusa heads")
-            if key in place:
-                raise ConfigError(f"{files.where} holds the same tensor under two names: {name}")
-            place[key] = name
-        number = 1 + max((*matrices, *blocks), default=-1)
-        check_number(files, number)
-        self.blocks = [self._blocks_of(i, blocks.get(i, {}), ends.get(i)) for i in range(number)]
-        if len(counts := {len(each) for each in self.blocks}) > 1:
-            raise ConfigError(
-                f"{files.where}: its heads have {min(counts)} to {max(counts)} layers, expected the"
-                " same number in all"
-            )
-        self.matrices = self._matrix_names(number, matrices, others.get("lm_head.weight"))
-        self.token_map = others.get("token_map")
-        self._say_lies()
-
-    def check_sizes(self, hidden_size: int, vocab_size: int) -> None:
-        """Hold the shapes of the heads to a base model's; only the ids of ``token_map`` are read.
-
-        Raises:
-            ConfigError: with the first tensor that is of another size, or what is wrong with the
-                ids.
-        """
-        self.kept = self._kept(vocab_size)
-        rows = {vocab_size} if self.kept is None else {len(self.kept), vocab_size}
-        for weight, bias in (pair for head in self.blocks for pair in head):
-            check_shape(self.files, weight, (hidden_size, hidden_size))
-            if bias is not None:
-                check_shape(self.files, bias, (hidden_size,))
-        for name in set(self.matrices):
-            check_shape(self.files, name, *((each, hidden_size) for each in sorted(rows)))
-
-    @torch.no_grad()
-    def read(self, base: PreTrainedModel) -> MedusaHeads:
-        """Read the heads, whose logits are the same over ``base``; their sizes were checked.
-
-        Raises:
-            ConfigError: if their logits cannot be had.
-        """
-        output, kept = output_layer(base), self.kept
-        vocab_size, hidden_size = output.weight.shape
-        self._check_biases()
-        names = {name for head in self.blocks for pair in head for name in pair if name}
-        found = self.files.read(names | set(self.matrices))
-        matrices = self._matrices(found, output)
-        forms = ("own", "pruned") if matrices else ("shared", "shared_pruned")
-        lm_head = forms[kept is not None]
-        with torch.device("meta"):
-            heads = MedusaHeads(
-                len(self.blocks), len(self.blocks[0]), hidden_size, vocab_size, lm_head,
-                num_kept=0 if kept is None else len(kept),
-            )  # fmt: skip
-        state: dict[str, Tensor] = {} if kept is None else {"token_map": kept}
-        for i, head in enumerate(self.blocks):
-            for j, (weight, bias) in enumerate(head):
-                zero = found[weight].new_zeros(hidden_size)
-                state[f"heads.{i}.blocks.{j}.weight"] = found[weight].clone()
-                state[f"heads.{i}.blocks.{j}.bias"] = found[bias].clone() if bias else zero
-        state |= {f"heads.{i}.lm_head.weight": matrix for i, matrix in enumerate(matrices)}
-        heads.load_state_dict(state, assign=True)
-        return heads
-
-    def _matrices(self, found: dict[str, Tensor], output: OutputLayer) -> list[Tensor]:
-        """Return the matrices that, times the base's factor, give the logits of these heads.
-
-        Empty where the base's own does.
-        """
-        kept = self.kept
-        if not self.matrices:
-            return []
-        self.notes += check_output("these heads have", output, "so are those of the heads now,")
-        raw = self.config.get("logit_scale", 1.0)
-        fits = type(raw) in (int, float) and math.isfinite(raw) and raw > 0
-        expect(fits, "config.json: logit_scale", raw, "a number above 0")
-        factor = float(raw) / output.scale
-        matrices = [found[name] for name in self.matrices]
-        rows = output.weight
-        if kept is not None:
-            rows = rows[kept]
-            matrices = [each[kept] if len(each) > len(kept) else each for each in matrices]
-        one = factor == 1.0 and len(set(self.matrices)) == 1
-        if one and torch.equal(matrices[0].to(rows.dtype), rows):
-            self.notes.append("their output matrix is the base's: it is shared, not stored again")
-            return []
-        return [times(each, factor) for each in matrices]
-
-    def _kept(self, vocab_size: int) -> Tensor | None:
-        """Return the [V'] token ids that the heads can guess, as vLLM understands it; None: all."""
-        where, name = self.files.where, self.token_map
-        truncated = self.config.get("truncated_vocab_size") or vocab_size  # as vLLM's config says
-        if name is None:
-            if truncated != vocab_size:
-                raise ConfigError(
-                    f"{where} lacks token_map, but config.json says truncated_vocab_size is"
-                    f" {truncated!r:.40}, the base has {vocab_size} tokens"
-                )
-            return None
-        shape, dtype = self.files.header[name]
-        if len(shape) != 1 or dtype not in ("I64", "I32") or not 1 <= shape[0] <= vocab_size:
-            raise ConfigError(
-                f"{where}: {name} is {dtype} of shape {list(shape)}, expected at most {vocab_size}"
-                " token ids"
-            )
-        if truncated == vocab_size:
-            self.notes.append(
-                "its token_map is not used, as in vLLM: truncated_vocab_size is that of all tokens"
-            )
-            return None
-        if not self.matrices:
-            raise ConfigError(f"{where} holds token_map, but no output matrix")
-        kept = self.files.read([name])[name].long()
-        different, low, high = len(kept.unique()), int(kept.min()), int(kept.max())
-        if not len(kept) == different == truncated or low < 0 or high >= vocab_size:
-            raise ConfigError(
-                f"{where}: {name} holds {different} different tokens, {low} to {high}; expected 0"
-                f" to {vocab_size - 1}, config.json says truncated_vocab_size is {truncated!r:.40}"
-            )
-        return kept
-
-    def _blocks_of(self, head: int, own: dict[int, dict[str, str]], end: int | None) -> list[Block]:
-        """Return the names of one head's blocks; notes where one block stands for several.
-
-        Args:
-            head: which.
-            own: names by layer and part.
-            end: the place of its output matrix behind its blocks; None where that says nothing.
-        """
-        number, where = 1 + max(own, default=-1) if end is None else end, self.files.where
-        if number > MOST_LAYERS:
-            raise ConfigError(
-                f"{where}: head {head} has {number} layers, at most {MOST_LAYERS} can be"
-            )
-        if len(own) == 1 and number > 1:
-            # `[block] * n` is one module under n names; savers that drop shared tensors leave one
-            [only] = own.values()
-            own = dict.fromkeys(range(number), only)
-            line = f"one block stands for the {number} layers of a head, as it was trained"
-            if line not in self.notes:
-                self.notes.append(line)
-        for layer in range(number):
-            if "weight" not in own.get(layer, {}):
-                raise ConfigError(f"{where} lacks the weight of layer {layer} of head {head}")
-        if extra := sorted(set(own) - set(range(number))):
-            raise ConfigError(f"{where}: layer {extra[0]} of head {head} stands behind its matrix")
-        return [(own[layer]["weight"], own[layer].get("bias")) for layer in range(number)]
-
-    def _matrix_names(self, number: int, matrices: dict[int, str], common: str | None) -> list[str]:
-        """Return per head the name of its output matrix; empty where there is none."""
-        where = self.files.where
-        if common is not None and matrices:
-            raise ConfigError(f"{where} holds lm_head.weight and {matrices[min(matrices)]}")
-        if common is None and self.config.get("original_lm_head") and set(matrices) == {0}:
-            common = matrices[0]
-        if common is not None:
-            return [common] * number
-        missing = [head for head in range(number) if head not in matrices]
-        if matrices and missing:
-            raise ConfigError(f"{where} lacks the output matrix of head {missing[0]}")
-        return [matrices[head] for head in sorted(matrices)]
-
-    def _say_lies(self) -> None:
-        """Add a line to the notes for each number that the config has wrong."""
-        config, heads, layers = self.config, len(self.blocks), len(self.blocks[0])
-        medusa = config.get("model_type") == "medusa"  # elsewhere num_hidden_layers is the base's
-        counts = {"heads": (heads, "num_heads"), "layers": (layers, "num_hidden_layers")}
-        for what, (counted, of_vllm) in counts.items():
-            keys = [form.format(what) for form in SPELLINGS] + [of_vllm] * medusa
-            wrong = [key for key in keys if key in config and config[key] != counted]
-            if wrong:
-                said = f"config.json says {wrong[0]}={config[wrong[0]]!r:.40}"
-                self.notes.append(f"{said}, the tensors are of {counted} {what}: those are taken")
-
-    def _check_biases(self) -> None:
-        biases = {bias is not None for head in self.blocks for _, bias in head}
-        wanted = self.config.get("medusa_fc_bias")
-        if biases == {True, False} or (wanted and biases == {False}):
-            raise ConfigError(f"{self.files.where} lacks the bias of some of its blocks")
-        if self.config.get("model_type") == "medusa" and not wanted and biases == {True}:
-            self.notes.append(
-                "its blocks have biases, which vLLM drops unless config.json says medusa_fc_bias;"
-                " they are kept here"
-            )
-
-
-def check_number(files: TensorFiles, number: int) -> None:
-    """Refuse more heads than a native export may have, and none."""
-    if not 1 <= number <= MOST_HEADS:
-        raise ConfigError(f"{files.where} holds {number} heads, expected 1 to {MOST_HEADS}")
-
-
-def check_shape(files: TensorFiles, name: str, *expected: tuple[int, ...]) -> None:
-    """Refuse a tensor that has none of the ``expected`` shapes."""
-    if (shape := files.shape(name)) not in expected:
-        wanted = " or ".join(str(list(each)) for each in expected)
-        raise ConfigError(
-            f"{files.where}: {name} has shape {list(shape)}, the base model's sizes ask for"
-            f" {wanted}"
-        )
 
 
 def check_output(holder: str, output: OutputLayer, heads: str) -> list[str]:

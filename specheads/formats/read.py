@@ -2,7 +2,7 @@
 
 ``medusa_lm_head.safetensors`` of the original repository (both versions), ``model.safetensors`` of
 vLLM's layout, a whole model with ``medusa_head.*`` among its tensors, the published Hydra heads
-(:mod:`specheads.formats.hydra`), DFlash, DSpark and EAGLE-3
+(:mod:`specheads.formats.head_files`), DFlash, DSpark and EAGLE-3
 (:mod:`specheads.formats.drafters`). Sizes are held to the base's before anything is read.
 """
 
@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError
-from specheads.formats import drafters, hydra, medusa
+from specheads.formats import drafters, head_files, medusa
 from specheads.formats.write import recorded_dtype
 from specheads.models import manifest
 from specheads.models.base import check_tokenizer, load_base_model, load_config, load_tokenizer
@@ -100,7 +100,7 @@ def bring_in(
 
 def _open(
     folder: Path, allow_pickle: bool
-) -> tuple[medusa.Layout | hydra.Layout | drafters.Layout, manifest.TensorFiles | None]:
+) -> tuple[head_files.Layout | drafters.Layout, manifest.TensorFiles | None]:
     """Return the layout of the heads in a folder, and the model around them if there is one."""
     if not folder.is_dir():
         raise ConfigError(
@@ -115,7 +115,7 @@ def _open(
             files = manifest.open_pickle(single, allow_pickle=allow_pickle)
         else:
             files = manifest.open_safetensors([single])
-        return (hydra if single.stem == "hydra_lm_head" else medusa).Layout(files, config), None
+        return head_files.Layout(files, config), None
     if not (weights := weight_files(folder)):
         raise ConfigError(
             f"{folder} holds no heads of a known layout: neither medusa_lm_head.safetensors nor"
@@ -127,9 +127,9 @@ def _open(
     inside = {name: each for name, each in files.header.items() if name.startswith(medusa.PREFIX)}
     if inside:
         rest = {name: each for name, each in files.header.items() if name not in inside}
-        layout = medusa.Layout(replace(files, header=inside), config)
+        layout = head_files.Layout(replace(files, header=inside), config)
         return layout, replace(files, header=rest)
-    return (hydra if "hydra_num_heads" in config else medusa).Layout(files, config), None
+    return head_files.Layout(files, config), None
 
 
 def _config_of(folder: Path) -> dict[str, Any]:

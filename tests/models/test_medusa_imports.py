@@ -193,7 +193,7 @@ def test_one_block_under_several_names(
     expected = original_medusa.logits(model.medusa_head, HIDDEN)
     torch.testing.assert_close(said(back), expected, **CLOSE)
     printed = capsys.readouterr().out
-    assert ("one block stands for the 3 layers" in printed) == (how == "dropped")
+    assert ("one block stands for 3 of the 3 layers" in printed) == (how == "dropped")
     assert ("under another name" in printed) == (how == "save_model")
 
 
@@ -287,8 +287,8 @@ REFUSED: list[tuple[Callable[[dict[str, Tensor]], None], str]] = [
     (with_tensor("900.1.weight", VOCAB, SIZE), "holds 901 heads, expected 1 to 256"),
     (with_tensor("lm_head.weight", VOCAB, SIZE), "holds lm_head.weight and 0.1.weight"),
     (without("0.1.weight"), "lacks the output matrix of head 0"),
-    (without("1.0.linear.weight"), "lacks the weight of layer 0 of head 1"),
-    (without("1.0.linear.bias"), "lacks the bias of some of its blocks"),
+    (without("1.0.linear.weight"), "lacks linear.weight of layer 0 of head 1"),
+    (without("1.0.linear.bias"), "lacks linear.bias of layer 0 of head 1"),
     (dict.clear, "holds 0 heads"),
 ]
 
