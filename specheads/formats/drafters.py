@@ -57,6 +57,10 @@ _LEFT = ("confidence_head.", "t2d", "mask_embedding")
 # sections of a config that hold some of what others have at its top
 _NESTED = ("transformer_layer_config", "dflash_config", "eagle_config", "speculators_config")
 _TAPPED = "the layers that are tapped"
+_SIZES = (
+    "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rope_theta",
+    "rms_norm_eps",
+)  # fmt: skip
 _EAGLE_KEYS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -68,29 +72,21 @@ def _check(job: Job) -> None:
     """
     info, form = job.info, job.info["form"]
     anchored, markov = form.get("sample_from_anchor", True), info.get("markov_rank", 0) > 0
-    problems = {}
-    if info["kind"] == "block":
-        problems = {
-            "are of the joined form, which specheads alone decodes": form["form"] == "joined",
-            "look back through a window that is counted from the root": form.get("window", 0) > 0,
-            "have a matrix of their own for all tokens; engines take the base's (shared)": (
-                info["lm_head"] == "own"
-            ),
-        }
+    own_matrix = info["kind"] == "block" and info["lm_head"] == "own"
+    dflash, dspark, native = job.form == "dflash", job.form == "dspark", job.layout == "native"
     final = "are tapped at the base's final state, which engines see before its last norm"
-    problems[final] = -1 in form["taps"]
-    if job.form == "dflash":
-        problems |= {
-            "have a Markov correction, which format=dspark holds": markov,
-            "guess from the root's slot, which layout=native has no key for": (
-                job.layout == "native" and anchored
-            ),
-        }
-    if job.form == "dspark":
-        problems |= {
-            "have no Markov correction: format=dflash holds them": not markov,
-            "do not guess from the root's slot, as DSpark does": not anchored,
-        }
+    problems = {
+        "are of the joined form, which specheads alone decodes": form.get("form") == "joined",
+        "look back through a window that is counted from the root": form.get("window", 0) > 0,
+        "have a matrix of their own for all tokens; engines take the base's (shared)": own_matrix,
+        final: -1 in form["taps"],
+        "have a Markov correction, which format=dspark holds": dflash and markov,
+        "guess from the root's slot, which layout=native has no key for": (
+            dflash and native and anchored
+        ),
+        "have no Markov correction: format=dflash holds them": dspark and not markov,
+        "do not guess from the root's slot, as DSpark does": dspark and not anchored,
+    }
     those = f"format={job.form}: those of {job.checkpoint}"
     refuse({f"{those} {problem}": there for problem, there in problems.items()})
 
@@ -158,15 +154,10 @@ def _config(
     layer = {
         "model_type": "llama" if eagle else "qwen3",
         "hidden_size": heads.hidden_size,
-        "intermediate_size": form.intermediate_size,
+        **{key: getattr(form, key) for key in _SIZES},
         "num_hidden_layers": num_layers,
-        "num_attention_heads": form.num_attention_heads,
-        "num_key_value_heads": form.num_key_value_heads,
-        "head_dim": form.head_dim,
         "vocab_size": heads.vocab_size,
         "max_position_embeddings": context_length(base) or 1 << 17,
-        "rms_norm_eps": form.rms_norm_eps,
-        "rope_theta": form.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": form.rope_theta},
         "hidden_act": "silu",
         "attention_bias": False,
@@ -267,8 +258,13 @@ class Layout:
         about: its config.json.
         kind: ``dflash``, ``dspark`` or ``eagle3``, as :func:`kind_of` says.
         config: what that says, that of the layer, and what else is nested, in one.
+        heads: without memory, as the config describes them, once the sizes are checked.
+        names: of their tensors in the files, by ours.
         notes: what the user has to know, in lines.
     """
+
+    heads: TappedHeads
+    names: dict[str, str]
 
     def __init__(self, files: TensorFiles, config: dict[str, Any]) -> None:
         self.files, self.kind, self.notes = files, kind_of(config), list(files.notes)
@@ -290,10 +286,14 @@ class Layout:
         Raises:
             ConfigError: with the first key or tensor that is unknown, missing or of another size.
         """
-        heads = self._heads(hidden_size, vocab_size)
-        shapes = {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
+        # one line, whatever a stranger has written there; and without memory
+        with said_of(self.about, AttributeError, TypeError), torch.device("meta"):
+            self.heads = self._described(hidden_size, vocab_size)
+        layout = LAYOUTS[any(name.startswith(_LAYER[1]) for name in self.files.header)]
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.heads.state_dict().items()}
         shapes.pop("token_map", None)
-        known = {self._theirs(name): shape for name, shape in shapes.items()}
+        self.names = {name: _their_name(name, self.kind, layout) for name in shapes}
+        known = {self.names[name]: shape for name, shape in shapes.items()}
         where = self.files.where
         for name in sorted(self.files.header):
             if name.startswith(_LEFT) or name in ("d2t", "embed_tokens.weight"):
@@ -316,7 +316,6 @@ class Layout:
             ConfigError: if their logits cannot be had.
         """
         output = output_layer(base)
-        vocab_size, hidden_size = output.weight.shape
         taps, layers = self._taps(), len(layers_of(base))
         with said_of(self.about):
             expect(max(taps) < layers, _TAPPED, taps, f"layers of the base's {layers}")
@@ -329,15 +328,13 @@ class Layout:
                     f"{self.files.where}: embed_tokens.weight is not the base's embedding, which"
                     " the heads of a native export read"
                 )
-        heads = self._heads(hidden_size, vocab_size)
-        names = {name: self._theirs(name) for name in heads.state_dict() if name != "token_map"}
-        found = self.files.read(set(names.values()))
-        state = {name: found[there] for name, there in names.items()}
+        heads, found = self.heads, self.files.read(self.names.values())
+        state = {name: found[there] for name, there in self.names.items()}
         if "output.lm_head.weight" in state:
             state["output.lm_head.weight"] = times(state["output.lm_head.weight"], 1 / output.scale)
         if heads.token_map is not None:
-            state["token_map"] = self._kept(heads.num_outputs, vocab_size)
-        heads.load_state_dict({name: each.clone() for name, each in state.items()}, assign=True)
+            state["token_map"] = self._kept(heads.num_outputs, heads.vocab_size)
+        heads.load_state_dict(state, assign=True)
         return heads
 
     def _kept(self, num_kept: int, vocab_size: int) -> Tensor:
@@ -356,19 +353,6 @@ class Layout:
                 f" {int(ids.max())}, of {vocab_size}"
             )
         return ids
-
-    def _theirs(self, name: str) -> str:
-        named = any(each.startswith(_LAYER[1]) for each in self.files.header)
-        return _their_name(name, self.kind, LAYOUTS[named])
-
-    def _heads(self, hidden_size: int, vocab_size: int) -> TappedHeads:
-        """Build the heads that the config describes, without memory.
-
-        Raises:
-            ConfigError: one line, whatever a stranger has written there.
-        """
-        with said_of(self.about, AttributeError, TypeError), torch.device("meta"):
-            return self._described(hidden_size, vocab_size)
 
     def _described(self, hidden_size: int, vocab_size: int) -> TappedHeads:
         config, eagle = self.config, self.kind == "eagle3"
