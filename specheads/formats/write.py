@@ -7,7 +7,6 @@ read the entry.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ import torch
 from huggingface_hub.errors import LocalTokenNotFoundError
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError, ExportConfig, RunError
@@ -35,8 +33,9 @@ from specheads.models.base import load_base_model, load_config, load_tokenizer, 
 from specheads.models.draft import save_draft
 from specheads.models.heads import MedusaHeads, low_rank_heads, pruned_heads
 from specheads.models.kinds import Heads
-from specheads.models.manifest import first_line, said_of, write_json
+from specheads.models.manifest import expect, first_line, said_of, write_json
 from specheads.models.mtp import MtpHeads
+from specheads.system.errors import refuse
 from specheads.system.files import whole_folder
 from specheads.system.hardware import pick_device
 from specheads.system.hub import is_hub_error
@@ -167,17 +166,21 @@ def _write_custom_class(job: Job) -> list[str]:
 
 def _write_vllm_heads(job: Job) -> list[str]:
     """Write the heads as they are, and a tuned base with its adapter merged."""
-    tuned, heads = None, exports.load_heads(job.checkpoint)
-    if job.info["base"]["tuned"]:
-        tuned = exports.load_export(job.checkpoint, device="cpu").base
-        if job.info["base"].get("adapter"):
-            merge_adapter(tuned)
-    tokenizer = load_tokenizer(job.checkpoint)
-    chosen = Tree.from_choices(job.info["tree"]["choices"])
-    exports.save_export(
-        job.output, heads, tokenizer, chosen, job.info, tuned_base=tuned, dtype=job.dtype
-    )
+    _write_again(job, exports.load_heads(job.checkpoint), merge=True)
     return ["specheads.vllm_heads reads it inside vLLM"]
+
+
+def _write_again(job: Job, heads: Heads, *, merge: bool) -> None:
+    """Write a native export with these heads; with ``merge`` a separate adapter is in its base."""
+    about, tuned = job.info["base"], None
+    if about["tuned"]:
+        tuned = exports.load_export(job.checkpoint, device="cpu").base
+        if merge and about.get("adapter"):
+            merge_adapter(tuned)
+    tokenizer, tree = load_tokenizer(job.checkpoint), Tree.from_choices(job.info["tree"]["choices"])
+    exports.save_export(
+        job.output, heads, tokenizer, tree, job.info, tuned_base=tuned, dtype=job.dtype
+    )
 
 
 # what to do with an export of a kind that a format has no place for
@@ -306,25 +309,21 @@ def write_native(config: ExportConfig, records: list[Record]) -> None:
     number = "rank" if config.lm_head == "low_rank" else "num_kept"
     asked = f"lm_head={config.lm_head} {number}={getattr(config, number)}"
     _check_heads(config, info, asked)
-    tokenizer, heads = load_tokenizer(checkpoint), exports.load_heads(checkpoint)
-    smaller, note = _smaller(config, heads, tokenizer, records)
+    heads = exports.load_heads(checkpoint)
+    smaller, note = _smaller(config, heads, records)
     if config.lm_head != "keep" and num_bytes(smaller) >= num_bytes(heads):
         raise ConfigError(
             f"{asked} makes no smaller heads of {checkpoint}: {size(heads)} before,"
             f" {size(smaller)} after"
         )
-    tuned = exports.load_export(checkpoint, device="cpu").base if info["base"]["tuned"] else None
-    if config.merge and tuned is not None:
-        merge_adapter(tuned)
     training = info.get("training", {}) | ({"compressed": note} if note else {})
-    tree, info = Tree.from_choices(info["tree"]["choices"]), {**info, "training": training}
-    exports.save_export(
-        output, smaller, tokenizer, tree, info, tuned_base=tuned, dtype=config.dtype
-    )
+    dtype = torch_dtype(config.dtype) if config.dtype else None
+    job = Job("native", checkpoint, {**info, "training": training}, output, dtype)
+    _write_again(job, smaller, merge=config.merge)
     for name in _PROMPTS:
         if (Path(checkpoint) / name).is_file():
             shutil.copyfile(Path(checkpoint) / name, output / name)
-    print(f"heads: {size(heads)} before, {size(smaller, config.dtype)} now")
+    print(f"heads: {size(heads)} before, {size(smaller, dtype)} now")
     print(
         f"wrote {output}, with the tree of {checkpoint} and none of its measurements; find"
         f" its own: python -m specheads.tree_search checkpoint={output}"
@@ -334,26 +333,25 @@ def write_native(config: ExportConfig, records: list[Record]) -> None:
 def _check_heads(config: ExportConfig, info: dict[str, Any], asked: str) -> None:
     """Refuse what cannot be done to the heads, from config.json alone."""
     checkpoint, kept, kind = config.checkpoint, config.num_kept, info["kind"]
-    if config.merge and not info["base"].get("adapter"):
-        raise ConfigError(f"merge=true, but {checkpoint} has no separate adapter")
-    if config.lm_head != "keep" and not exports.KINDS[kind].compressible:
-        raise ConfigError(f"{asked} is not for {kind.upper()} heads, which {checkpoint} has")
-    if config.lm_head != "pruned":
-        return
-    if kept > info["vocab_size"]:
-        raise ConfigError(
-            f"num_kept is {kept}, the vocabulary of {checkpoint} has {info['vocab_size']} tokens"
-        )
-    deepest = max((rank for path in info["tree"]["choices"] for rank in path), default=-1)
-    if kept <= deepest:
-        raise ConfigError(
-            f"num_kept is {kept}, but the tree of {checkpoint} takes the {deepest + 1} best"
-            " guesses of a head"
-        )
+    changed, pruned = config.lm_head != "keep", config.lm_head == "pruned"
+    best = 1 + max((rank for path in info["tree"]["choices"] for rank in path), default=-1)
+    refuse({
+        f"merge=true, but {checkpoint} has no separate adapter": (
+            config.merge and not info["base"].get("adapter")
+        ),
+        f"{asked} is not for {kind.upper()} heads, which {checkpoint} has": (
+            changed and not exports.KINDS[kind].compressible
+        ),
+        f"num_kept is {kept}, the vocabulary of {checkpoint} has {info['vocab_size']} tokens": (
+            pruned and kept > info["vocab_size"]
+        ),
+        f"num_kept is {kept}, but the tree of {checkpoint} takes the {best} best guesses of a"
+        " head": pruned and kept < best,
+    })  # fmt: skip
 
 
 def _smaller(
-    config: ExportConfig, heads: Heads, tokenizer: PreTrainedTokenizerBase, records: list[Record]
+    config: ExportConfig, heads: Heads, records: list[Record]
 ) -> tuple[Heads, dict[str, Any]]:
     """Return the heads that are asked for, and what the new export says about how they came."""
     if config.lm_head == "keep":
@@ -361,17 +359,17 @@ def _smaller(
     own = cast(MedusaHeads, heads)  # the compressible ones
     with said_of(config.checkpoint):
         if config.lm_head == "pruned":
-            kept, coverage = _most_frequent(config, own.vocab_size, tokenizer, records)
+            kept, coverage = _most_frequent(config, own.vocab_size, records)
             return pruned_heads(own, kept), {"num_kept": config.num_kept, **coverage}
         own.to(pick_device(config.device))
         return low_rank_heads(own, config.rank), {"rank": config.rank}
 
 
 def _most_frequent(
-    config: ExportConfig, vocab_size: int, tokenizer: PreTrainedTokenizerBase, records: list[Record]
+    config: ExportConfig, vocab_size: int, records: list[Record]
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the tokens to keep, and how much of the counted answers they are; prints that."""
-    encode = Encoder(tokenizer)
+    encode = Encoder(load_tokenizer(config.checkpoint))
     documents = [encode(record) for record in tqdm(records, unit="record", disable=None)]
     counts = learned_counts(documents, vocab_size)
     if not (total := int(counts.sum())):
@@ -387,21 +385,19 @@ def _most_frequent(
     return torch.from_numpy(kept), {"counted_tokens": total, "counted_share": share}
 
 
-def num_bytes(heads: Heads, dtype: str | None = None) -> int:
+def num_bytes(heads: Heads, dtype: torch.dtype | None = None) -> int:
     """Return the size of all tensors of ``heads``, as they are or in ``dtype``."""
     tensors = heads.state_dict().values()
-    dtypes = (torch_dtype(dtype) if dtype and t.is_floating_point() else t.dtype for t in tensors)
+    dtypes = (dtype if dtype and each.is_floating_point() else each.dtype for each in tensors)
     return sum(t.numel() * each.itemsize for t, each in zip(tensors, dtypes, strict=True))
 
 
-def size(heads: Heads, dtype: str | None = None) -> str:
+def size(heads: Heads, dtype: torch.dtype | None = None) -> str:
     """Return how many parameters ``heads`` have and what they take, in words."""
     parameters = sum(parameter.numel() for parameter in heads.parameters())
     return f"{parameters:,} parameters in {num_bytes(heads, dtype) / 1e6:,.2f} MB"
 
 
-_NAME = re.compile(r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?/[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?")
-_LONGEST = 96  # characters of a name, as the hub limits it
 _REFUSED = {
     401: "the hub does not accept the token: set HF_TOKEN, or run `hf auth login`",
     403: "the token may not write there: it needs the write permission for that organisation",
@@ -418,10 +414,9 @@ def check_push(push: str) -> None:
         ConfigError: one line, if the name is none, nobody is logged in, the login is refused, or
             the hub cannot be reached.
     """
-    if not _NAME.fullmatch(push) or len(push) > _LONGEST or "--" in push or ".." in push:
-        raise ConfigError(f"push is {push!r:.120}, expected organisation/name, as the hub has it")
-    if push.endswith(".git"):
-        raise ConfigError(f"push is {push!r}: a repository's name must not end with .git")
+    expect("/" in push, "push", push, "organisation/name, as the hub has it")
+    with said_of(f"push is {push!r:.120}"):
+        huggingface_hub.utils.validate_repo_id(push)
     try:
         huggingface_hub.HfApi().whoami()
     except Exception as error:
