@@ -16,6 +16,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub import metadata_load
+
 from specheads.config import ConfigError, RunError
 from specheads.formats import serving
 from specheads.formats.write import FORMATS, commands, upload
@@ -343,7 +345,6 @@ def _machine(about: Mapping[str, Any]) -> str:
 UNKNOWN = "unknown"  # which the hub knows as a licence of its own
 _IDENTIFIER = re.compile(r"[A-Za-z0-9][\w.+-]{0,60}")
 _LINK = re.compile(r"https://[\w./%+-]{1,200}")
-_MOST = 1 << 20  # characters of a card that are read
 
 
 class Licence(NamedTuple):
@@ -391,13 +392,9 @@ def _of_file(file: Path) -> Licence | None:
     import yaml
 
     try:
-        if file.name == CARD:
-            with file.open(encoding="utf-8") as card:
-                found = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", card.read(_MOST), re.DOTALL)
-            about = yaml.safe_load(found[1]) if found else None
-        else:
-            about = read_json(file, "no config", strict=False)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, ConfigError):
+        is_card = file.name == CARD
+        about = metadata_load(file) if is_card else read_json(file, "no config", strict=False)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return None
     if not isinstance(about, dict):
         return None
