@@ -59,7 +59,7 @@ def tidy_arguments(argv: list[str], *, data_group: bool = True) -> list[str]:
             a file that holds no records.
     """
     flags, settings = _flags_and_settings(argv)
-    places = [conf_dir(), *(Path(after) for flag, after in pairwise(flags) if flag in _CONFIG_DIR)]
+    places = [conf_dir(), *(Path(after) for flag, after in pairwise(flags) if flag in _PLACES)]
     models = {path.stem for place in places for path in (place / "model").glob("*.yaml")}
 
     def rewrite(arg: str) -> list[str]:
@@ -87,6 +87,9 @@ def tidy_arguments(argv: list[str], *, data_group: bool = True) -> list[str]:
     return flags + settings
 
 
+_PLACES = ("--config-dir", "-cd")  # flags of Hydra, followed by a folder like conf
+
+
 def _quoted(value: str) -> str:
     # anything else means something to Hydra
     return value if re.fullmatch(r"[\w./:@~+,-]+", value) else f"'{value}'"
@@ -111,27 +114,19 @@ def _source(value: str) -> str:
     return ""
 
 
-# of Hydra; the second ones are followed by a value
-_CONFIG_DIR = ("--config-dir", "-cd")
-_FLAGS = (
-    "--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m",
-    "--shell-completion", "-sc",
-)  # fmt: skip
-_VALUED = (
-    "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", *_CONFIG_DIR,
-    "--experimental-rerun", "--info", "-i",
-)  # fmt: skip
-
-
 def _flags_and_settings(argv: list[str]) -> tuple[list[str], list[str]]:
+    from hydra._internal.utils import get_args_parser
+
+    known = get_args_parser()._option_string_actions
+    valued = {name for name, action in known.items() if action.nargs != 0}
     flags: list[str] = []
     settings = []
     for at, (before, word) in enumerate(pairwise(["", *argv])):
-        if word in _FLAGS or word.partition("=")[0] in _VALUED:
+        if word in known or word.partition("=")[0] in valued:
             flags += word.split("=", 1)
         elif re.match(r"~|[^-=][^=]*=", word):
             settings.append(word)
-        elif before in _VALUED:
+        elif before in valued:
             flags.append(word)
         else:
             raise ConfigError(_meant(word, before, argv[at + 1 :]))

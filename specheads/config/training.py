@@ -173,7 +173,9 @@ class OptimConfig(Section):
 
     # adamw8bit: of bitsandbytes; muon: hidden matrices by Muon, the rest by AdamW
     name: str = one_of("adamw", "adamw8bit", "muon")
-    lr: float = 1e-3  # heads, weights and biases alike; 0: by rule, from the base's width
+    lr: float = at_least(
+        0, 1e-3
+    )  # heads, weights and biases alike; 0: by rule, from the base's width
     base_lr: float = positive(2.5e-4)  # base model, where it is trained
     muon_ratio: float = positive(6.7)  # Muon's learning rate relative to AdamW's
     weight_decay: float = 0.0  # with muon: of the hidden matrices only
@@ -187,10 +189,6 @@ class OptimConfig(Section):
     # steps of the whole run that may be left out for a loss or gradient that is not finite; the
     # next one stops the run
     skip_nonfinite: int = at_least(0, 0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(self.lr >= 0, "lr", "positive")
 
 
 @dataclass
@@ -208,7 +206,7 @@ class EvaluateConfig(Section):
     every: int = at_least(0, 0)  # optimizer steps; 0: only at the end
     num_prompts: int = at_least(1, 16)
     max_new_tokens: int = at_least(2, 96)  # the first one is the prefill's
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    temperatures: list[float] = at_least(0, [0.0, 1.0])
     num_nodes: int = at_least(2, 16)  # of the tree that is decoded with while training
     loss_rows: int = at_least(0, 32)  # packed held-out rows for the loss and the KL; 0: all
     keep_best: bool = True  # export the heads of the evaluation with the best accept length
@@ -218,8 +216,7 @@ class EvaluateConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ok = len(self.temperatures) > 0 and all(each >= 0 for each in self.temperatures)
-        self.check(ok, "temperatures", "at least one, none negative")
+        self.check(self.temperatures, "temperatures", "at least one")
 
 
 @dataclass

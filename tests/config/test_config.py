@@ -99,7 +99,7 @@ def test_later_settings_win() -> None:
     ("key", "value", "line"),
     [
         ("optim", {"lrr": 1}, "unknown key optim.lrr; did you mean optim.lr?"),
-        ("optim", {"lr": -1.0}, "optim.lr must be positive, got -1.0"),
+        ("optim", {"lr": -1.0}, "optim.lr must be at least 0, got -1.0"),
         ("zzz", 1, "unknown key zzz"),
         (
             "loss",
