@@ -24,6 +24,7 @@ from specheads.models.checkpoint import load_export, save_as
 from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.mtp_hf import CLASSES, our_config
+from specheads.system.errors import refuse
 from specheads.system.files import whole_folder
 
 _KNOWN = (*CLASSES, *NATIVE_MTP)  # types of base models
@@ -129,24 +130,24 @@ def check(base: PreTrainedModel, heads: Heads) -> MtpHeads:
     Raises:
         ConfigError: with what is in the way.
     """
-    ours, kind, problem = cast(MtpHeads, heads), base.config.model_type, ""
-    if (variant := getattr(heads, "variant", heads.kind)) != "sequential":
-        problem = f" holds sequential MTP heads, these are {variant} ones"
-    elif ours.lm_head != "shared":
-        problem = " holds heads that share the base's output matrix, these have their own"
-    elif kind not in _KNOWN:
-        known = ", ".join(_KNOWN)
-        problem = f": the base model is of type {kind!r}, the standard is known for {known}"
-    else:
-        expected, found = block_config(base.config).to_dict(), ours.config.to_dict()
-        keys = sorted(key for key in found.keys() - _IRRELEVANT if not key.startswith("_"))
-        if key := next((key for key in keys if found[key] != expected.get(key)), ""):
-            problem = (
-                f": the heads' layers must be like the base's last one, but their {key} is"
-                f" {found[key]!r}, the base's {expected.get(key)!r}"
-            )
-    if problem:
-        raise ConfigError(f"format=mtp_standard{problem}")
+    ours, kind, known = cast(MtpHeads, heads), base.config.model_type, ", ".join(_KNOWN)
+    variant = getattr(heads, "variant", heads.kind)
+    refuse({
+        f"format=mtp_standard holds sequential MTP heads, these are {variant} ones": (
+            variant != "sequential"
+        ),
+        "format=mtp_standard holds heads that share the base's output matrix, these have their own":
+            ours.lm_head != "shared",
+        f"format=mtp_standard: the base model is of type {kind!r}, the standard is known for"
+        f" {known}": kind not in _KNOWN,
+    })  # fmt: skip
+    expected, found = block_config(base.config).to_dict(), ours.config.to_dict()
+    keys = sorted(key for key in found.keys() - _IRRELEVANT if not key.startswith("_"))
+    if key := next((key for key in keys if found[key] != expected.get(key)), ""):
+        raise ConfigError(
+            "format=mtp_standard: the heads' layers must be like the base's last one, but their"
+            f" {key} is {found[key]!r}, the base's {expected.get(key)!r}"
+        )
     return ours
 
 

@@ -170,15 +170,14 @@ def check_run_dir(run_dir: Path, resume: str) -> None:
 
 
 def _git_state() -> dict[str, Any]:
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(Path(__file__).resolve().parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    here = str(Path(__file__).resolve().parent)
+    words = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return {"commit": git("rev-parse", "HEAD"), "modified": bool(changed)}
+        done = subprocess.run(["git", "-C", here, *words], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return {"commit": None}  # an installed wheel
+    commit, changed, _ = done.stdout.decode().strip().partition("-dirty")
+    return {"commit": commit, "modified": bool(changed)}
 
 
 def package_version(package: str) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import netrc
 import os
 import re
 import secrets
@@ -16,7 +15,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from specheads.config import LogConfig
 from specheads.runs.directory import read_rows
@@ -49,14 +47,10 @@ def wanted_mode(setting: str) -> str:
 
 def has_credentials(base_url: str) -> bool:
     """Return whether the environment, or what ``wandb login`` wrote, has a key for ``base_url``."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlsplit(base_url).hostname or ""
-    for name in filter(None, (os.environ.get("NETRC"), "~/.netrc", "~/_netrc")):
-        with contextlib.suppress(OSError, netrc.NetrcParseError, RuntimeError):
-            if host in netrc.netrc(Path(name).expanduser()).hosts:
-                return True
-    return False
+    from requests.utils import get_netrc_auth  # wandb brings it
+
+    given = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+    return bool(given or get_netrc_auth(base_url))
 
 
 def run_id(run_dir: Path) -> str:

@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from specheads.system import __version__, dist
-from specheads.system.errors import ConfigError, check_device
+from specheads.system.errors import ConfigError, check_device, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -174,25 +174,20 @@ def pick_device(asked: str = "auto") -> torch.device:
         raise ConfigError("device=mps, but torch finds no Apple GPU here: device=cpu or auto")
     if kind in ("cpu", "mps") or (asked == "auto" and not gpus):
         return torch.device("cpu" if asked == "auto" else asked)
-    if not gpus:
-        raise ConfigError(
-            f"device={asked}, but torch finds no GPU here (`specheads doctor` says why):"
-            " device=cpu or auto"
-        )
-    if number and dist.world_size() > 1:
-        raise ConfigError(
-            f"device={asked} is one GPU for {dist.world_size()} processes: with device=cuda each"
-            " takes its own"
-        )
-    index = int(number or dist.local_rank())
-    if index >= gpus and number:
-        last = f" to cuda:{gpus - 1}" if gpus > 1 else ""
-        raise ConfigError(f"device={asked}, but this process sees cuda:0{last}: choose among these")
-    if index >= gpus:
-        raise ConfigError(
-            f"LOCAL_RANK is {index}, but this process sees {gpus} GPUs: start as many processes per"
-            " machine as it has GPUs, or set device=cpu"
-        )
+    index, world = int(number or dist.local_rank()), dist.world_size()
+    last = f" to cuda:{gpus - 1}" if gpus > 1 else ""
+    refuse({
+        f"device={asked}, but torch finds no GPU here (`specheads doctor` says why): device=cpu or"
+        " auto": not gpus,
+        f"device={asked} is one GPU for {world} processes: with device=cuda each takes its own": (
+            number and world > 1
+        ),
+        f"device={asked}, but this process sees cuda:0{last}: choose among these": (
+            number and index >= gpus
+        ),
+        f"LOCAL_RANK is {index}, but this process sees {gpus} GPUs: start as many processes per"
+        " machine as it has GPUs, or set device=cpu": index >= gpus,
+    })  # fmt: skip
     torch.cuda.set_device(index)  # kernels, random state and memory figures that name no device
     return torch.device("cuda", index)
 
