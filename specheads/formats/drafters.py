@@ -104,11 +104,7 @@ def write(job: Job) -> list[str]:
         save_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
         base = serving.base_name(job.info, "")
         write_json(folder / "config.json", _config(job.form, job.layout, heads, base_model, base))
-    return [
-        f"{job.form} for {base}, laid out as {job.layout}; engines draft a chain of"
-        f" {heads.num_heads} tokens with it, no tree",
-        *notes,
-    ]
+    return notes
 
 
 @torch.no_grad()

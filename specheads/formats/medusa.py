@@ -42,21 +42,18 @@ PREFIX = "medusa_head."
 SPELLINGS = ("medusa_num_{}", "num_medusa_{}")  # of the numbers of heads and layers
 # names of the tensors of head i: its block j, and its matrix behind its last block
 _BLOCK, _MATRIX = "{i}.{j}.linear.{part}", "{i}.{last}.weight"
-_VLLM = "0.28 to 0.32"  # the versions that have the method
 
 
 class _Names(NamedTuple):
     """How a layout names its tensors, and which output matrices it has a place for.
 
     Attributes:
-        note: what the user has to know; ``{heads}`` is their number.
         block: of head ``{i}``, block ``{j}``; ``{part}`` is weight or bias.
         matrix: of head ``{i}``, which has ``{last}`` blocks; empty where all share the base's.
         common: of one matrix for all heads; empty where a shared one is copied for each.
         file: empty where they lie among the base's tensors.
     """
 
-    note: str
     block: str
     matrix: str
     common: str = ""
@@ -64,21 +61,10 @@ class _Names(NamedTuple):
 
 
 _NAMES = {
-    "fasterdecoding_v1": _Names(
-        "for TGI, TensorRT-LLM's old converter, and the original repository", _BLOCK, _MATRIX
-    ),
-    "fasterdecoding_v2": _Names(
-        "for TGI, which computes the heads' logits by the base model's output matrix", _BLOCK, ""
-    ),
-    "merged": _Names(
-        "base and heads in one folder; what loads the base alone passes over the heads",
-        PREFIX + _BLOCK,
-        PREFIX + _MATRIX,
-        file="",
-    ),
+    "fasterdecoding_v1": _Names(_BLOCK, _MATRIX),
+    "fasterdecoding_v2": _Names(_BLOCK, ""),
+    "merged": _Names(PREFIX + _BLOCK, PREFIX + _MATRIX, file=""),
     "vllm_medusa": _Names(
-        f"for vLLM {_VLLM} alone: 0.33 removed the method; it drafts a chain of the heads' best"
-        " guesses, num_speculative_tokens={heads} or fewer, no tree",
         "blocks.{i}.layers.{j}.{part}",
         "lm_heads.{i}.weight",
         common="lm_head.weight",
@@ -188,7 +174,7 @@ def _tensors(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors of ``heads`` by the names of a layout, and what the user has to know."""
     names, shared = _NAMES[form], heads.lm_head.startswith("shared")
-    notes = [names.note.format(heads=heads.num_heads)]
+    notes: list[str] = []
     found = {}
     for i in range(heads.num_heads):
         blocks = [block.state_dict() for block in heads.head(i).blocks]
@@ -288,7 +274,7 @@ def serve_vllm(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
         "a chain of the heads' best guesses, no tree; num_speculative_tokens may be smaller; 0.33"
         " removed the method"
     )
-    version = f"{_VLLM}, their files; the last tried on a CPU"
+    version = "0.28 to 0.32, their files; the last tried on a CPU"
     return [vllm(base, config, note, version), *without_heads(info, "0.33 removed Medusa heads")]
 
 

@@ -39,17 +39,15 @@ _IRRELEVANT = {
 def write_export(job: Job) -> list[str]:
     """Write an export in the standard."""
     export = load_export(job.checkpoint, dtype=job.dtype, device="cpu")
-    base, number = export.base, export.heads.num_heads
+    base = export.base
     write(job.output, base, export.heads, export.tokenizer)
-    after = "" if base.config.model_type in NATIVE_MTP else " after `import specheads`"
-    notes = [f"for generate(use_mtp=True) of transformers >= 5.20{after}"]
-    if layers := unlisted_layers(base, number):
-        pattern = rf"model\.layers\.({'|'.join(map(str, layers))})\."
-        notes.append(
-            f"{type(base).__name__} of transformers does not look for layers {layers} by itself;"
-            f" first do: model._keys_to_ignore_on_load_unexpected.add(r'{pattern}')"
-        )
-    return notes
+    if not (layers := unlisted_layers(base, export.heads.num_heads)):
+        return []
+    pattern = rf"model\.layers\.({'|'.join(map(str, layers))})\."
+    return [
+        f"{type(base).__name__} of transformers does not look for layers {layers} by itself; first"
+        f" do: model._keys_to_ignore_on_load_unexpected.add(r'{pattern}')"
+    ]
 
 
 def serve(place: str, base: str, info: dict[str, Any]) -> list[Serving]:

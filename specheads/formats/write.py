@@ -50,7 +50,8 @@ class Format:
     Attributes:
         kinds: of exports that have a place in it: kinds of heads, or ``draft``.
         holds: for docs/formats.md, and for errors.
-        write: writes the folder, whole or not at all, and returns lines that the user has to know.
+        write: writes the folder, whole or not at all, and returns lines that the user has to know
+            besides.
             Raises ConfigError before anything is loaded for heads of one of ``kinds`` that the
             format cannot hold, as far as config.json says that.
         serve: ``(place, base, info) -> commands``, see :func:`commands`.
@@ -88,7 +89,8 @@ def write(job: Job) -> list[str]:
     if kind not in known.kinds:
         found = _INSTEAD.get(kind, f"{kind}; plain writes its base model")
         raise ConfigError(f"format={job.form} holds {known.holds}; {job.checkpoint} is {found}")
-    return known.write(job)
+    notes = known.write(job)
+    return notes if job.form == "native" else [known.holds, *notes]
 
 
 def commands(form: str, folder: str | Path, info: dict[str, Any], base: str = "") -> list[Serving]:
@@ -120,13 +122,11 @@ def recorded_dtype(name: str) -> str:
 
 def write_draft(job: Job) -> list[str]:
     """Write a draft model again: ``native`` with what specheads knows of its origin, or without."""
-    tokenizer, base = load_tokenizer(job.checkpoint), job.info["base"]
-    dtype = job.dtype or recorded_dtype(job.checkpoint)
+    tokenizer, dtype = load_tokenizer(job.checkpoint), job.dtype or recorded_dtype(job.checkpoint)
     model = load_base_model(job.checkpoint, dtype=dtype, device="cpu")
     if job.form != "native":
         exports.save_plain_model(job.output, model, tokenizer, dtype=job.dtype)
-        trained_for = base["name"] or "a base model trained from scratch"
-        return [f"a draft model for {trained_for}, AutoModelForCausalLM.from_pretrained loads it"]
+        return []
     save_draft(job.output, model, tokenizer, job.info, dtype=job.dtype)
     return ["a draft model, its origin beside it"]
 
@@ -134,40 +134,35 @@ def write_draft(job: Job) -> list[str]:
 def _write_plain(job: Job) -> list[str]:
     export = exports.load_export(job.checkpoint, dtype=job.dtype, device="cpu")
     exports.save_plain_model(job.output, export.base, export.tokenizer, dtype=job.dtype)
-    return ["AutoModelForCausalLM.from_pretrained loads it"]
+    return []
 
 
 def _write_hf(job: Job) -> list[str]:
     export = exports.load_export(job.checkpoint, dtype=job.dtype, device="cpu")
     mtp_hf.write(job.output, export.base, cast(MtpHeads, export.heads), export.tokenizer)
-    return [
-        "after `import specheads` AutoModelForCausalLM.from_pretrained loads it, its heads as"
-        " model.mtp; without them: mtp_heads=None"
-    ]
+    return []
 
 
 def _serve_hf(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     command = f"import specheads; {serving.load(place)}"
-    own = Serving("transformers", command, "its heads are model.mtp")
+    own = Serving("transformers", command, "its heads are model.mtp; without: mtp_heads=None")
     return [own, *serving.without_heads(info)]
 
 
 def _write_custom_class(job: Job) -> list[str]:
     """Write what vLLM needs to guess from the text; an original base that is unchanged is not."""
-    notes = ["vLLM guesses from the text with it: the heads are not in it"]
     with whole_folder(job.output) as folder:
         if job.info["base"]["tuned"]:
             export = exports.load_export(job.checkpoint, device="cpu")
             exports.save_hf(folder, export.base, export.tokenizer, job.dtype)
-            notes.append("the tuned base model lies beside the settings")
         write_json(folder / "speculative_config.json", serving.proposer_settings())
-    return notes
+    return ["the heads are not in it"]
 
 
 def _write_vllm_heads(job: Job) -> list[str]:
     """Write the heads as they are, and a tuned base with its adapter merged."""
     _write_again(job, exports.load_heads(job.checkpoint), merge=True)
-    return ["specheads.vllm_heads reads it inside vLLM"]
+    return []
 
 
 def _write_again(job: Job, heads: Heads, *, merge: bool) -> None:
