@@ -70,6 +70,20 @@ class CheckpointSettings:
 
 
 @dataclass
+class DecodeSettings(CheckpointSettings):
+    """The same, where it is said how."""
+
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+
+
+@dataclass
+class JsonSettings(Settings):
+    """What a command is called with whose answer a program reads."""
+
+    json: bool = False  # one JSON object on standard output, everything else on standard error
+
+
+@dataclass
 class LoadSettings(Settings):
     """How weights are loaded, and where to."""
 
@@ -98,7 +112,7 @@ class SpreadSettings(LoadSettings):
 
 
 @dataclass
-class TextSettings(SpreadSettings, CheckpointSettings):
+class TextSettings(SpreadSettings, DecodeSettings):
     """How ``generate`` and ``chat`` choose tokens and show them."""
 
     max_new_tokens: int = at_least(1, 128)
@@ -118,17 +132,16 @@ class TextSettings(SpreadSettings, CheckpointSettings):
 
 
 @dataclass
-class MeasureSettings(LoadSettings):
+class MeasureSettings(LoadSettings, JsonSettings):
     """What the commands share that decode many texts and write figures or records."""
 
     threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     seed: int = 0
     max_new_tokens: int = at_least(1, 128)
-    json: bool = False  # one JSON object on standard output, everything else on standard error
 
 
 @dataclass
-class GenerateConfig(TextSettings):
+class GenerateConfig(TextSettings, JsonSettings):
     """Everything ``python -m specheads.generate`` accepts."""
 
     # seed is that of the first prompt; the next has the next
@@ -138,8 +151,6 @@ class GenerateConfig(TextSettings):
     raw: bool = False  # continue the prompt as text instead of applying the chat template
     stop: list[str] = field(default_factory=list)  # stop="..." as often as there are strings
     plain: bool = False  # one token at a time, for comparison
-    json: bool = False  # one JSON object on standard output, everything else on standard error
-    decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,11 +167,10 @@ class ChatConfig(TextSettings):
     system: str = ""  # the first message, where the chat template has a place for it
     template: str = ""  # a .jinja file in place of the tokenizer's own chat template
     beside: bool = False  # decode every turn plainly as well, and compare
-    decode: DecodeConfig = field(default_factory=DecodeConfig)
 
 
 @dataclass
-class ServeConfig(SpreadSettings, CheckpointSettings):
+class ServeConfig(SpreadSettings, DecodeSettings):
     """Everything ``python -m specheads.serve`` accepts; the API key is ``SPECHEADS_API_KEY``."""
 
     host: str = "127.0.0.1"  # 0.0.0.0 or ::: every address of this machine
@@ -176,11 +186,10 @@ class ServeConfig(SpreadSettings, CheckpointSettings):
     grace: float = at_least(0, 30.0)  # seconds for what is being answered when a signal comes
     max_body: int = at_least(1, 1 << 20)  # bytes of a request
     body_seconds: float = positive(30.0)  # that it may take to arrive, and a connection be idle
-    decode: DecodeConfig = field(default_factory=DecodeConfig)
 
 
 @dataclass
-class BenchConfig(MeasureSettings, CheckpointSettings):
+class BenchConfig(MeasureSettings, DecodeSettings):
     """Everything ``python -m specheads.bench`` accepts."""
 
     out: str = "bench.json"
@@ -196,7 +205,6 @@ class BenchConfig(MeasureSettings, CheckpointSettings):
     steps: str = ""  # a .jsonl of raw records beside the figures: every verify step of every text
     report: str = ""  # all figures and plots as one .html without outside parts; needs matplotlib
     card: bool = False  # write the figures into the model card of the export that was measured
-    decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -243,7 +251,7 @@ class TreeSearchConfig(MeasureSettings, CheckpointSettings):
 
 
 @dataclass
-class SpecBenchConfig(MeasureSettings, CheckpointSettings):
+class SpecBenchConfig(MeasureSettings, DecodeSettings):
     """Everything ``python -m specheads.spec_bench`` accepts."""
 
     # a suite's file, which you bring: question.jsonl of Spec-Bench, SPEED-Bench, plain prompts
@@ -262,7 +270,6 @@ class SpecBenchConfig(MeasureSettings, CheckpointSettings):
     warmup: int = at_least(0, 3)  # times the first question is answered before the first is clocked
     plain: bool = True  # answer with plain decoding too, question by question in turn
     baseline: str = ""  # an answer file to compare with instead, of any program
-    decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,7 +279,7 @@ class SpecBenchConfig(MeasureSettings, CheckpointSettings):
 
 
 @dataclass
-class QualityConfig(MeasureSettings, CheckpointSettings):
+class QualityConfig(MeasureSettings, DecodeSettings):
     """Everything ``python -m specheads.quality`` accepts."""
 
     original: str = ""  # what to compare with; empty: the base that a tuned export came from
@@ -282,7 +289,6 @@ class QualityConfig(MeasureSettings, CheckpointSettings):
     num_prompts: int = at_least(0, 24)  # to continue freely
     temperature: float = at_least(0, 0.7)  # of the texts that a lossy rule is judged by
     dtype: str = "float32"  # rounding is a distance too; auto: bfloat16 where there is
-    decode: DecodeConfig = field(default_factory=DecodeConfig)
 
 
 @dataclass
@@ -345,7 +351,7 @@ class RegenerateConfig(MeasureSettings):
 
 
 @dataclass
-class AutoConfig(LoadSettings):
+class AutoConfig(LoadSettings, JsonSettings):
     """Everything ``python -m specheads.auto`` accepts."""
 
     model: str = ""  # any chat model: a folder, a .gguf, a name on the hub, smollm2, tinycode
@@ -361,7 +367,6 @@ class AutoConfig(LoadSettings):
     threads: int = 0  # 0: OMP_NUM_THREADS, the container's quota, the processors: the least
     seed: int = 0
     trust_remote_code: bool = False
-    json: bool = False  # one JSON object on standard output, everything else on standard error
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -369,14 +374,13 @@ class AutoConfig(LoadSettings):
 
 
 @dataclass
-class PreviewConfig(Settings):
+class PreviewConfig(JsonSettings):
     """Everything ``python -m specheads.preview`` accepts."""
 
     model: str = "tinycode"  # whose tokenizer and chat template
     revision: str | None = None
     num_records: int = at_least(0, 5)  # shown, of each kind at least one
     color: str = one_of("auto", "always", "never")
-    json: bool = False  # one JSON object on standard output, everything else on standard error
     seed: int = 0
     trust_remote_code: bool = False
     data: DataConfig = field(default_factory=DataConfig)
@@ -394,7 +398,7 @@ class InitConfig:
 
 
 @dataclass
-class DoctorConfig(SpreadSettings):
+class DoctorConfig(SpreadSettings, JsonSettings):
     """Everything ``python -m specheads.doctor`` accepts."""
 
     # a folder, a name on the hub, or tinycode; empty: what of the installation is missing
@@ -402,11 +406,10 @@ class DoctorConfig(SpreadSettings):
     revision: str | None = None
     attn: str = "auto"  # auto: sdpa where the model has it
     trust_remote_code: bool = False
-    json: bool = False  # one JSON object on standard output, everything else on standard error
 
 
 @dataclass
-class ExportConfig(Settings):
+class ExportConfig(JsonSettings):
     """Everything ``python -m specheads.export`` accepts."""
 
     checkpoint: str = MISSING
@@ -427,7 +430,6 @@ class ExportConfig(Settings):
     allow_pickle: bool = False  # read a foreign checkpoint's .pt too: tensors alone, no code is run
     push: str = ""  # organisation/name: upload the written folder to that repository of the hub
     private: bool = False  # push: the repository, if it is made
-    json: bool = False  # one JSON object on standard output, everything else on standard error
 
     def __post_init__(self) -> None:
         super().__post_init__()
