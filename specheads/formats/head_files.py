@@ -221,19 +221,14 @@ class Layout:
         """Return the [V'] token ids that the heads can guess, as vLLM understands it; None: all."""
         where, name = self.files.where, self.others.get("token_map")
         truncated = self.config.get("truncated_vocab_size") or vocab_size  # as vLLM's config says
+        said = f"config.json says truncated_vocab_size is {truncated!r:.40}"
         if name is None:
             if truncated != vocab_size:
-                raise ConfigError(
-                    f"{where} lacks token_map, but config.json says truncated_vocab_size is"
-                    f" {truncated!r:.40}, the base has {vocab_size} tokens"
-                )
+                raise ConfigError(f"{where} lacks token_map, but {said}, the base's {vocab_size}")
             return None
         shape, dtype = self.files.header[name]
-        if len(shape) != 1 or dtype not in ("I64", "I32") or not 1 <= shape[0] <= vocab_size:
-            raise ConfigError(
-                f"{where}: {name} is {dtype} of shape {list(shape)}, expected at most {vocab_size}"
-                " token ids"
-            )
+        fits = len(shape) == 1 and dtype in ("I64", "I32") and 1 <= shape[0] <= vocab_size
+        expect(fits, f"{where}: {name}", (dtype, *shape), f"at most {vocab_size} token ids")
         if truncated == vocab_size:
             self.notes.append(
                 "its token_map is not used, as in vLLM: truncated_vocab_size is that of all tokens"
@@ -246,7 +241,7 @@ class Layout:
         if not len(kept) == different == truncated or low < 0 or high >= vocab_size:
             raise ConfigError(
                 f"{where}: {name} holds {different} different tokens, {low} to {high}; expected 0"
-                f" to {vocab_size - 1}, config.json says truncated_vocab_size is {truncated!r:.40}"
+                f" to {vocab_size - 1}, {said}"
             )
         return kept
 
@@ -342,17 +337,14 @@ class Layout:
             )
         sizes = {**prefix_sizes(base.config), FINAL_NORM: True}
         with torch.device("meta"):
-            expected = PrefixLayer(sizes).model.state_dict()
-        shapes = {name: tuple(each.shape) for name, each in expected.items()}
-        for name in sorted(shapes.keys() | self.prefix.keys()):
-            stored = self.files.shape(self.prefix[name]) if name in self.prefix else None
-            if stored != shapes.get(name):
-                raise ConfigError(
-                    f"{where}: {_PREFIX}{name} has shape {stored and list(stored)}, a layer of the"
-                    f" base model's sizes {list(shapes.get(name, ())) or 'has no such tensor'}"
-                )
-        width = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
-        plain = _THETA ** -(torch.arange(0, width, 2).float() / width)
+            layer: Any = PrefixLayer(sizes).model
+        shapes = {name: tuple(each.shape) for name, each in layer.state_dict().items()}
+        if odd := sorted(shapes.keys() ^ self.prefix.keys()):
+            found = "lacks" if odd[0] in shapes else "holds, and a layer of specheads has not,"
+            raise ConfigError(f"{where} {found} {_PREFIX}{odd[0]}")
+        for name, there in self.prefix.items():
+            check_shape(self.files, there, shapes[name])
+        plain = type(layer.rotary_emb)(config=layer.config).inv_freq
         # stored in half precision mostly, hence the tolerance; another theta is off by far more
         for name, table in self.files.read(self.tables).items():
             if table.shape != plain.shape or not torch.allclose(table.float(), plain, rtol=1e-2):
