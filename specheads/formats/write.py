@@ -51,7 +51,7 @@ class Format:
         kinds: of exports that have a place in it: kinds of heads, or ``draft``.
         holds: for docs/formats.md, and for errors.
         write: writes the folder, whole or not at all, and returns lines that the user has to know
-            besides.
+            besides, if any.
             Raises ConfigError before anything is loaded for heads of one of ``kinds`` that the
             format cannot hold, as far as config.json says that.
         serve: ``(place, base, info) -> commands``, see :func:`commands`.
@@ -65,7 +65,7 @@ class Format:
 
     kinds: tuple[str, ...]
     holds: str
-    write: Callable[[Job], list[str]]
+    write: Callable[[Job], list[str] | None]
     serve: Callable[[str, str, dict[str, Any]], list[Serving]]
     card: str = ""
     title: str = ""
@@ -89,7 +89,7 @@ def write(job: Job) -> list[str]:
     if kind not in known.kinds:
         found = _INSTEAD.get(kind, f"{kind}; plain writes its base model")
         raise ConfigError(f"format={job.form} holds {known.holds}; {job.checkpoint} is {found}")
-    notes = known.write(job)
+    notes = known.write(job) or []
     return notes if job.form == "native" else [known.holds, *notes]
 
 
@@ -120,27 +120,25 @@ def recorded_dtype(name: str) -> str:
     return str(dtype or "float32").removeprefix("torch.")
 
 
-def write_draft(job: Job) -> list[str]:
+def write_draft(job: Job) -> list[str] | None:
     """Write a draft model again: ``native`` with what specheads knows of its origin, or without."""
     tokenizer, dtype = load_tokenizer(job.checkpoint), job.dtype or recorded_dtype(job.checkpoint)
     model = load_base_model(job.checkpoint, dtype=dtype, device="cpu")
     if job.form != "native":
         exports.save_plain_model(job.output, model, tokenizer, dtype=job.dtype)
-        return []
+        return None
     save_draft(job.output, model, tokenizer, job.info, dtype=job.dtype)
     return ["a draft model, its origin beside it"]
 
 
-def _write_plain(job: Job) -> list[str]:
+def _write_plain(job: Job) -> None:
     export = exports.load_export(job.checkpoint, dtype=job.dtype, device="cpu")
     exports.save_plain_model(job.output, export.base, export.tokenizer, dtype=job.dtype)
-    return []
 
 
-def _write_hf(job: Job) -> list[str]:
+def _write_hf(job: Job) -> None:
     export = exports.load_export(job.checkpoint, dtype=job.dtype, device="cpu")
     mtp_hf.write(job.output, export.base, cast(MtpHeads, export.heads), export.tokenizer)
-    return []
 
 
 def _serve_hf(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
@@ -159,10 +157,9 @@ def _write_custom_class(job: Job) -> list[str]:
     return ["the heads are not in it"]
 
 
-def _write_vllm_heads(job: Job) -> list[str]:
+def _write_vllm_heads(job: Job) -> None:
     """Write the heads as they are, and a tuned base with its adapter merged."""
     _write_again(job, exports.load_heads(job.checkpoint), merge=True)
-    return []
 
 
 def _write_again(job: Job, heads: Heads, *, merge: bool) -> None:
