@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from specheads.config import ConfigError, RunError
-from specheads.system import __version__, dist
+from specheads.system import dist
 from specheads.system.files import made_for_now, no_room, write_whole
+from specheads.system.hardware import environment
 from specheads.system.redact import redact
 
 USED = ("config.yaml", "metrics.jsonl", "checkpoints", "export")
@@ -215,14 +216,11 @@ def describe(run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
     mine = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "argv": redact(sys.argv),
-        "specheads": __version__,
         "git": _git_state(),
-        "python": platform.python_version(),
         "packages": {name: package_version(name) for name in PACKAGES},
         "hardware": {
-            "machine": platform.machine(),
+            **environment(),
             "processors": os.cpu_count(),
-            "threads": torch.get_num_threads(),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "world_size": dist.world_size(),
         },
