@@ -43,11 +43,6 @@ _KINDS = {
 }
 # methods of a bench that say something about the folder
 _METHODS = ("plain", "hf_generate", "prompt_lookup", "tree", "tree_dynamic")
-# keys of a bench's row that a card shows
-_SHOWN = (
-    "temperature", "method", "dtype", "tokens_per_second", "speedup_vs_plain",
-    "speedup_vs_plain_ci95", "speedup_vs_hf_generate", "accept_length", "identical", "compared",
-)  # fmt: skip
 
 
 def write(
@@ -320,9 +315,8 @@ def _by_bench(result: Mapping[str, Any], file: Path) -> str:
         about, settings = result["environment"], result["settings"]
         return _rendered(
             "bench",
-            rows=[
-                {key: row[key] for key in _SHOWN} for row in sorted(rows, key=itemgetter(_SHOWN[0]))
-            ],
+            rows=sorted(rows, key=itemgetter("temperature")),
+            dtypes=", ".join(sorted({row["dtype"] for row in rows})),
             num_prompts=settings["num_prompts"],
             max_new_tokens=settings["max_new_tokens"],
             machine=_machine(about),
