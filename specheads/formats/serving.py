@@ -123,6 +123,12 @@ def load(folder: str) -> str:
     return f'AutoModelForCausalLM.from_pretrained("{folder}")'
 
 
+def speculative(method: str, num_tokens: int, drafter: str = "") -> dict[str, Any]:
+    """Return a value of vLLM's ``--speculative-config``; some methods need no ``drafter``."""
+    given = {"method": method, "model": drafter, "num_speculative_tokens": num_tokens}
+    return {key: value for key, value in given.items() if value}
+
+
 def vllm(model: str, config: dict[str, Any], note: str = "", version: str = "") -> Serving:
     """Return vLLM's command for a model and a ``--speculative-config``."""
     command = f"vllm serve {model} --speculative-config '{json.dumps(config)}'"
@@ -194,11 +200,7 @@ def heads_in_vllm(place: str, base: str, info: dict[str, Any]) -> Serving:
     """Return vLLM's command for the heads of a native export, see :mod:`specheads.vllm_heads`."""
     if info["base"].get("adapter"):
         return Serving("vLLM", "", "it runs no adapter: format=vllm_heads merges it into the base")
-    config = {
-        "method": "custom_class",
-        "model": _HEADS,
-        "num_speculative_tokens": info["num_heads"],
-    }
+    config = speculative("custom_class", info["num_heads"], _HEADS)
     options = [f" --additional-config '{json.dumps({'specheads': {'heads': place}})}'"]
     # of a prefix that is in vLLM's cache, heads that attend would not see the hidden states
     if info["kind"] != "medusa" or info.get("prefix_layer"):
@@ -217,14 +219,13 @@ def vllm_heads(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
 
 def draft_model(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     """Return how engines guess with a draft model: all have a place for one."""
-    config = {"method": "draft_model", "model": place, "num_speculative_tokens": _DRAFTED}
     refused = ", ".join(_OF_OTHERS)
     note = f"vocab_size must be the same in both configs; the draft's path must not hold {refused}"
     options = f"base.gguf -md draft.gguf --spec-type draft-simple --spec-draft-n-max {_DRAFTED}"
     kind = {"decoding_type": "DraftTarget", "max_draft_len": _DRAFTED, "speculative_model": place}
     return [
         transformers(base, f"assistant_model={load(place)}", ALONE),
-        vllm(base, config, note),
+        vllm(base, speculative("draft_model", _DRAFTED, place), note),
         sglang(base, "STANDALONE", _DRAFTED, draft_model_path=place),
         tensorrt(base, **kind),
         llama_cpp(options, f"{base} and for {place}"),
@@ -233,11 +234,7 @@ def draft_model(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
 
 def proposer_settings(proposer: str = PROPOSERS[0]) -> dict[str, Any]:
     """Return the value of vLLM's ``--speculative-config`` for one of ``PROPOSERS``."""
-    return {
-        "method": "custom_class",
-        "model": f"specheads.vllm_proposer.{proposer}",
-        "num_speculative_tokens": COPIED,
-    }
+    return speculative("custom_class", COPIED, f"specheads.vllm_proposer.{proposer}")
 
 
 def text_copies(place: str, note: str = "", needed: str = "") -> list[Serving]:
