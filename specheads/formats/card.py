@@ -86,6 +86,7 @@ def write(
     text = _rendered(
         "whole",
         front=_front_matter(form, info, licence),
+        form=form,
         known=FORMATS[form],
         kind=kind,
         what=_KINDS.get(kind, (f"{kind} heads", ""))[0],

@@ -55,9 +55,8 @@ class Format:
             Raises ConfigError before anything is loaded for heads of one of ``kinds`` that the
             format cannot hold, as far as config.json says that.
         serve: ``(place, base, info) -> commands``, see :func:`commands`.
-        card: a sentence for the model card; for a format without heads the whole introduction, with
-            ``{base}`` and ``{kind}``.
         title: of the model card; empty unless the heads are left out.
+        card: introduction of such a model card, with ``{base}`` and ``{kind}``.
         chain: whether engines draft with it a chain of best guesses, and no tree.
         loads: whether ``from_pretrained`` of transformers loads the folder.
         inside: where in the folder a tuned base lies.
@@ -67,8 +66,8 @@ class Format:
     holds: str
     write: Callable[[Job], list[str] | None]
     serve: Callable[[str, str, dict[str, Any]], list[Serving]]
-    card: str = ""
     title: str = ""
+    card: str = ""
     chain: bool = False
     loads: bool = False
     inside: str = "base"
@@ -184,8 +183,7 @@ _INSTEAD = {
     "draft": "a draft model, which format=draft writes for every engine",
 }
 _MEDUSA = partial(Format, kinds=("medusa",), write=medusa.write, chain=True)
-_DRAFTER = partial(Format, write=drafters.write, chain=True, card="Laid out for engines.")
-_ORIGINAL = "Laid out as the original Medusa code and TGI read them"
+_DRAFTER = partial(Format, write=drafters.write, chain=True)
 
 FORMATS = {
     "native": Format(
@@ -217,8 +215,6 @@ FORMATS = {
         holds="base and MTP heads, one model",
         write=_write_hf,
         serve=_serve_hf,
-        card="Base model and heads are one model, whose class transformers knows through"
-        " specheads.",
         loads=True,
     ),
     "mtp_standard": Format(
@@ -226,25 +222,19 @@ FORMATS = {
         holds="base and sequential MTP heads that share its output matrix",
         write=mtp_standard.write_export,
         serve=mtp_standard.serve,
-        card="Base model and heads are laid out in the MTP standard of transformers.",
         chain=True,
         loads=True,
     ),
-    "vllm_medusa": _MEDUSA(
-        holds="Medusa heads", serve=medusa.serve_vllm, card="Laid out for vLLM 0.28 to 0.32."
-    ),
+    "vllm_medusa": _MEDUSA(holds="Medusa heads", serve=medusa.serve_vllm),
     "fasterdecoding_v1": _MEDUSA(
-        holds="Medusa heads, an output matrix each", serve=medusa.serve_tgi, card=f"{_ORIGINAL}."
+        holds="Medusa heads, an output matrix each", serve=medusa.serve_tgi
     ),
     "fasterdecoding_v2": _MEDUSA(
-        holds="Medusa heads that share the base's output matrix",
-        serve=medusa.serve_tgi,
-        card=f"{_ORIGINAL}, version 2.",
+        holds="Medusa heads that share the base's output matrix", serve=medusa.serve_tgi
     ),
     "merged": _MEDUSA(
         holds="base and Medusa heads, one folder",
         serve=medusa.serve_merged,
-        card="Base model and heads in one folder, laid out as the original code's checkpoints.",
         chain=False,
         loads=True,
         inside="",
@@ -267,7 +257,6 @@ FORMATS = {
         holds="any heads, as specheads reads them inside vLLM; a tuned base, its adapter merged",
         write=_write_vllm_heads,
         serve=serving.vllm_heads,
-        card="Heads that a class of specheads drafts with inside vLLM.",
         chain=True,
     ),
     "vllm_custom_class": Format(
