@@ -105,18 +105,11 @@ def to_config(cfg: DictConfig, schema: type[T]) -> T:
             OmegaConf.update(cfg, key, [export_of(each) for each in given])
     try:  # merging again refuses keys that `+typo=1` slipped past Hydra
         values = OmegaConf.to_container(cfg, resolve=True)
-        checked = OmegaConf.to_object(OmegaConf.merge(_structured(schema), values))  # type: ignore[arg-type]
+        checked = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from None
     assert isinstance(checked, schema)
     return checked
-
-
-@cache  # making it takes as long as a merge, which changes a copy
-def _structured(schema: type) -> DictConfig:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.structured(schema)
 
 
 def swept(overrides: str, number: int) -> str:

@@ -71,7 +71,8 @@ def write(
 
     folder, info = Path(folder), dict(info)
     about, is_draft = info.get("base", {}), info.get("kind") == "draft"
-    licence = licence_of(str(about.get("name") or ""), about.get("revision"))
+    base = str(about.get("name") or "")
+    licence = licence_of(base, about.get("revision"))
     if (folder / _BENCH).is_file():
         figures = _by_bench(read_json(folder / _BENCH, "no bench"), folder / _BENCH)
     else:
@@ -91,7 +92,8 @@ def write(
         kind=kind,
         what=_KINDS.get(kind, (f"{kind} heads", ""))[0],
         num_heads=info.get("num_heads"),
-        base=_shown_base(info),
+        # of a folder only its own name
+        base=Path(base).name if Path(base).is_absolute() else base,
         tuned=about.get("tuned"),
         without=_without_heads(form, info),
         training={"draft": {}, **training},
@@ -101,7 +103,7 @@ def write(
         measured=f"{BEGIN}\n{figures}\n{END}",
         place=place,
         download=name if place != name else "",
-        served=commands(form, place, info, base=_moved(about)),
+        served=commands(form, place, info, base=_moved(base, about.get("tuned"))),
         licence=licence,
     )
     _save(folder / CARD, text + "\n")
@@ -222,16 +224,9 @@ def _on_the_hub(base: str) -> bool:
     return bool(base) and base not in OURS and not Path(base).is_absolute()
 
 
-def _shown_base(info: Mapping[str, Any]) -> str:
-    """Return the base's name for readers elsewhere: of a folder only its own name."""
-    name = str(info.get("base", {}).get("name") or "")
-    return Path(name).name if Path(name).is_absolute() else name
-
-
-def _moved(about: Mapping[str, Any]) -> str:
+def _moved(base: str, tuned: object) -> str:
     """Return how commands call a base that no path of this machine may name; else nothing."""
-    base = str(about.get("name") or "")
-    if about.get("tuned") or not base or _on_the_hub(base):
+    if tuned or not base or _on_the_hub(base):
         return ""
     return {"tinycode": "data/tinycode", "smollm2": "smollm2"}.get(base, "BASE")
 
