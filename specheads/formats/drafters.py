@@ -181,6 +181,7 @@ def _config(
     common = {"architectures": [architecture], "draft_vocab_size": heads.num_outputs}
     if layout == "speculators":
         taps = "eagle_aux_hidden_state_layer_ids" if eagle else "aux_hidden_state_layer_ids"
+        verifier = list(base.config.architectures or [type(base).__name__])
         proposal = {
             "proposal_type": "greedy",
             "speculative_tokens": heads.num_heads,
@@ -201,17 +202,11 @@ def _config(
                 "algorithm": kind,
                 "default_proposal_method": "greedy",
                 "proposal_methods": [proposal],
-                "verifier": {
-                    "name_or_path": name,
-                    "architectures": list(base.config.architectures or [type(base).__name__]),
-                },
+                "verifier": {"name_or_path": name, "architectures": verifier},
             },
         }
-    config = {
-        **layer,
-        **common,
-        "num_target_layers": base.config.get_text_config().num_hidden_layers,
-    }
+    target_layers = base.config.get_text_config().num_hidden_layers
+    config = {**layer, **common, "num_target_layers": target_layers}
     if eagle:
         # SGLang reads the ids inside, llama.cpp outside, and guesses what is not there
         ids = {"eagle_aux_hidden_state_layer_ids": behind, "use_aux_hidden_state": True}
@@ -226,20 +221,18 @@ def _config(
 def serve(kind: str, place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     """Return how engines serve a folder in the format ``kind``."""
     num = info["num_heads"]
-    vllm = {"method": kind, "model": place, "num_speculative_tokens": num}
-    runs = "a chain of guesses, no tree"
     steps = num if kind == "eagle3" else 0
     sglang = serving.sglang(base, kind.upper(), steps, draft_model_path=place)
-    method = {"eagle3": "Eagle3", "dflash": "DFlash"}.get(kind, "")
     tensorrt = Serving("TensorRT-LLM", "", "its documents name no such checkpoint")
-    if method:
+    if method := {"eagle3": "Eagle3", "dflash": "DFlash"}.get(kind):
         about = {"decoding_type": method, "max_draft_len": num, "speculative_model": place}
         tensorrt = serving.tensorrt(base, **about)
     options = f"base.gguf -md draft.gguf --spec-type draft-{kind} --spec-draft-n-max {num}"
+    given = serving.speculative(kind, num, place)
     takes = "; of layout=native, without a reduced vocabulary" if kind == "dflash" else ""
     needs = "; needs vLLM's second model runner (a GPU)" if kind == "dspark" else ""
     return [
-        serving.vllm(base, vllm, runs + needs),
+        serving.vllm(base, given, f"a chain of guesses, no tree{needs}"),
         sglang._replace(note="layout=native is what it reads"),
         tensorrt,
         serving.llama_cpp(options, f"{base} and for {place} (--target-model-dir {base}){takes}"),
