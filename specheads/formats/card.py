@@ -88,7 +88,7 @@ def write(
         "whole",
         front=_front_matter(form, info, licence),
         form=form,
-        known=FORMATS[form],
+        holds=FORMATS[form].holds,
         kind=kind,
         what=_KINDS.get(kind, (f"{kind} heads", ""))[0],
         num_heads=info.get("num_heads"),
@@ -233,7 +233,7 @@ def _moved(base: str, tuned: object) -> str:
 
 def _without_heads(form: str, info: Mapping[str, Any]) -> bool:
     """Return whether a format leaves out the heads of the export it is made of."""
-    return bool(FORMATS[form].title) and info.get("kind", "draft") != "draft"
+    return FORMATS[form].without and info.get("kind", "draft") != "draft"
 
 
 def _front_matter(form: str, info: Mapping[str, Any], licence: Licence) -> str:
@@ -279,11 +279,10 @@ def _by_training(
             found.setdefault(at.removeprefix("t"), {})[name] = value
     return _rendered(
         "training",
-        known=FORMATS[form],
         without=_without_heads(form, info),
         tree=tree,
         on={"dynamic": {}, **on},
-        chain=_chain(tree) if on else 0.0,
+        chain=_chain(tree) if on and FORMATS[form].chain else 0.0,
         final=[{"at": at, **each} for at, each in sorted(found.items()) if "accept_length" in each],
         machine=", ".join(filter(None, (info.get("base", {}).get("dtype"), _machine(machine)))),
     )

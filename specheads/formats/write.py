@@ -55,8 +55,7 @@ class Format:
             Raises ConfigError before anything is loaded for heads of one of ``kinds`` that the
             format cannot hold, as far as config.json says that.
         serve: ``(place, base, info) -> commands``, see :func:`commands`.
-        title: of the model card; empty unless the heads are left out.
-        card: introduction of such a model card, with ``{base}`` and ``{kind}``.
+        without: whether the heads are left out.
         chain: whether engines draft with it a chain of best guesses, and no tree.
         loads: whether ``from_pretrained`` of transformers loads the folder.
         inside: where in the folder a tuned base lies.
@@ -66,8 +65,7 @@ class Format:
     holds: str
     write: Callable[[Job], list[str] | None]
     serve: Callable[[str, str, dict[str, Any]], list[Serving]]
-    title: str = ""
-    card: str = ""
+    without: bool = False
     chain: bool = False
     loads: bool = False
     inside: str = "base"
@@ -197,9 +195,7 @@ FORMATS = {
         holds="the base alone, adapter merged",
         write=_write_plain,
         serve=lambda place, base, info: serving.text_copies(place),
-        card="The base model{base} as {kind} heads were trained with it, without them: an ordinary"
-        " model folder.",
-        title="The base model",
+        without=True,
         loads=True,
         inside="",
     ),
@@ -264,9 +260,7 @@ FORMATS = {
         holds="settings of text copies; a tuned base",
         write=_write_custom_class,
         serve=serving.custom_class,
-        card="Settings with which vLLM guesses from the text, for the base model{base}. The {kind}"
-        " heads that it was exported with are not used.",
-        title="Settings of text copies for the base model",
+        without=True,
         inside="",
     ),
 }
