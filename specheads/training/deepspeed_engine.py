@@ -251,10 +251,11 @@ class DeepSpeedEngine:
             # stage 0 has summed the gradients over all ranks already
             grads = [p.grad.float() for p in self.engine.module.parameters() if p.grad is not None]
             norm = float(nn.utils.get_total_norm(grads))
-            if not math.isfinite(norm):
-                self.drop()
-                return norm
-            self.engine.step()
+            if math.isfinite(norm):
+                self.engine.step()
+            else:
+                self.engine.zero_grad()
+                self.engine.micro_steps += 1  # as a step does, which would divide by the norm
             return norm
         scale = self.loss_scale
         with self._counters():
@@ -271,34 +272,6 @@ class DeepSpeedEngine:
         # a scale that cannot be lowered further is not to blame
         self.overflowed = self._fp16 and self.engine.dynamic_loss_scale() and scale > 1.0
         return norm
-
-    def drop(self) -> None:
-        """Throw away the gradients of this step; DeepSpeed does it as after an overflow."""
-        optimizer = self.engine.optimizer
-        if self._plain:
-            self.engine.zero_grad()
-            self.engine.micro_steps += 1  # as a step does, which would divide by a norm
-            return
-        # its gradients lie in buckets and parts that have no switch to empty them: what it does
-        # after an overflow does, so it is told that the norm is infinite, whatever it is
-        infinite = torch.tensor(float("inf"), device=self.engine.device)
-        # ZeRO-1 and 2, ZeRO-3, and stage 0 in 16 bits, where the gradients are the parameters' own
-        norms = {"scaled_global_norm": infinite, "_get_norm_groups": [infinite]}
-        replaced = [name for name in norms if hasattr(optimizer, name)]
-        for name in replaced:
-            setattr(optimizer, name, lambda *_, value=norms[name], **__: value)
-        if not replaced:
-            for parameter in self.engine.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.fill_(math.inf)
-        try:
-            with self._counters():
-                self.engine.step()
-        finally:
-            for name in replaced:
-                delattr(optimizer, name)
-        if self.engine.was_step_applied():
-            raise RunError("DeepSpeed stepped on gradients that were to be dropped")
 
     @contextlib.contextmanager
     def _counters(self) -> Iterator[None]:

@@ -269,20 +269,13 @@ class TorchEngine:
         The gradients are gone then, and what comes back is that norm, or infinity.
         """
         norm = float(nn.utils.clip_grad_norm_(self.trained.values(), self.cfg.optim.grad_clip))
-        if not math.isfinite(norm):
-            self.drop()
-            return norm
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        if math.isfinite(norm):
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["initial_lr"] * factor
+                optimizer.step()
+        self.close()
         return norm
-
-    def drop(self) -> None:
-        """Throw away the gradients of this step instead of stepping; all ranks call it."""
-        for parameter in self.trained.values():
-            parameter.grad = None
 
     def save(self, folder: Path) -> None:
         """Write trained weights and the optimizers' tensors as safetensors; all ranks call it."""
@@ -332,4 +325,5 @@ class TorchEngine:
 
     def close(self) -> None:
         """Free the gradients; the module itself was never changed."""
-        self.drop()
+        for parameter in self.trained.values():
+            parameter.grad = None

@@ -132,7 +132,9 @@ def run_micro_batches(
     losses = []
     for index, batch in enumerate(micro):
         loss, metrics = engine.forward(batch)
-        engine.backward(loss, last=index == len(micro) - 1)
+        # of a loss that is not finite no gradient is: so the engine leaves the step out, on any rank
+        factor = torch.where(loss.detach().isfinite(), 1.0, math.nan)
+        engine.backward(loss * factor, last=index == len(micro) - 1)
         losses.append(loss.detach())
         for key, value in metrics.items():
             total[key] = total[key] + value if key in total else value
@@ -183,10 +185,7 @@ class _Training:
         trained.lambda_scale = lambda_scale(step, first, self.last_step, self.cfg.loss)
         micro, tokens = gather(stage.batches, optim.accumulation, trained.num_heads, device)
         metrics, bad, bad_anywhere, stopping = run_micro_batches(self.engine, micro, asked_to_stop)
-        if bad_anywhere:
-            self.engine.drop()
-        else:
-            metrics["grad_norm"] = self.engine.step(self.factor(step))
+        metrics["grad_norm"] = self.engine.step(self.factor(step))
         taken = not bad_anywhere and math.isfinite(metrics["grad_norm"])
         if bad_anywhere or not (taken or self.engine.overflowed):
             fault, chosen = ("loss", bad) if bad_anywhere else ("gradient", range(len(micro)))
