@@ -14,11 +14,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import random
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -267,31 +266,15 @@ def restore_rank(folder: Path, batches: Any) -> None:
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: data must be an object, found {data!r:.40}")
     if same:
-        tensors = folder / f"random-{dist.rank()}.safetensors"
-        stored = manifest.load_tensors(tensors)
-        try:
+        stored = manifest.load_tensors(folder / f"random-{dist.rank()}.safetensors")
+        with manifest.one_line(f"{file} holds no state of the random generators"):
             set_random_state(stored, mine["random"])
-        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise ConfigError(
-                f"{file} and {tensors.name} hold no state of the random generators: {error}"
-            ) from None
     else:
         numbers = (state["settings"].get("seed"), state["step"], dist.world_size(), dist.rank())
         digest = hashlib.sha256(repr(numbers).encode()).digest()
         seed_generators(int.from_bytes(digest[:4], "big"))
-    try:
+    with manifest.one_line(f"{folder} holds no place in this data"):
         batches.load_state_dict(data)
-    except ConfigError:
-        raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise ConfigError(
-            f"{folder} holds no place in this data: {type(error).__name__}: {error}"
-        ) from None
-
-
-Only = Callable[[str, int], bool]  # from a file's name and size, whether its content is read
-
-_SMALL = 1 << 20  # bytes; every rank hashes these files itself, the larger ones are shared out
 
 
 def step_of(path: Path) -> int:
@@ -306,12 +289,8 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
     return sorted((path for path in found if step_of(path) >= 0), key=step_of)
 
 
-def check_whole(path: Path, only: Only = lambda name, size: True) -> None:
+def check_whole(path: Path) -> None:
     """Check that every file of checkpoint ``path`` has its size, and its sha256, and is listed.
-
-    Args:
-        path: a checkpoint.
-        only: which files are read, all unless given.
 
     Raises:
         ConfigError: naming the file and both numbers.
@@ -327,37 +306,36 @@ def check_whole(path: Path, only: Only = lambda name, size: True) -> None:
         if not (file.is_dir() or name in listed or harmless):
             raise ConfigError(f"{path} holds {name}, which its {manifest.MANIFEST} does not list")
     for name, entry in sorted(listed.items()):
-        if only(name, entry["size"]):
-            manifest.check_sha256(path / name, _known_sha256(path / name), entry)
+        manifest.check_sha256(path / name, _known_sha256(path / name), entry)
 
 
-def verify(path: Path, *, only: Only | None = None) -> None:
-    """Check checkpoint ``path``; ranks share the contents of large files out.
-
-    Args:
-        path: a checkpoint.
-        only: instead, every rank reads these files.
+def verify(path: Path) -> None:
+    """Check that checkpoint ``path`` is whole.
 
     Raises:
         ConfigError: naming the file and both numbers, and an earlier checkpoint if there is one.
     """
-    turns = itertools.cycle(range(dist.world_size()))
     try:
-        check_whole(path, only or (lambda _, size: next(turns) == dist.rank() or size <= _SMALL))
+        check_whole(path)
     except ConfigError as error:
-        if (earlier := whole_before(path)) is None:
+        of_run = checkpoints_of(path.parent.parent)
+        earlier, _ = _newest_whole([each for each in of_run if step_of(each) < step_of(path)])
+        if earlier is None:
             raise
         raise ConfigError(f"{error}; the one before it: resume={earlier}") from None
 
 
-def whole_before(path: Path) -> Path | None:
-    """Return the newest whole checkpoint of the same run before ``path``."""
-    for found in reversed(checkpoints_of(path.parent.parent)):
-        if step_of(found) < step_of(path):
-            with contextlib.suppress(ConfigError):
-                check_whole(found)
-                return found
-    return None
+def _newest_whole(found: Sequence[Path]) -> tuple[Path | None, list[str]]:
+    """Return the last of some checkpoints that is whole, and what is wrong with those behind it."""
+    torn = []
+    for path in reversed(found):
+        try:
+            check_whole(path)
+        except ConfigError as error:
+            torn.append(str(error))
+        else:
+            return path, torn
+    return None, torn
 
 
 def _known_sha256(file: Path) -> str:
@@ -376,9 +354,8 @@ def checkpoint_to_resume(
 ) -> Path | None:
     """Return the checkpoint that ``cfg.resume`` means, None to start from the beginning.
 
-    Of one that is named its state.json has been verified, and the sizes of the other files:
-    :func:`verify` before they are loaded. ``resume=auto`` has verified all of it on every rank, as
-    all must choose the same one before they can talk.
+    All of it has been verified, on every rank, as all must choose the same one before they can
+    talk.
 
     Args:
         cfg: the run's settings.
@@ -390,12 +367,23 @@ def checkpoint_to_resume(
     """
     if not cfg.resume:
         return None
-    path = _newest_whole(Path(cfg.run_dir), say) if cfg.resume == "auto" else Path(cfg.resume)
-    if path is None:
-        return None
-    if not path.is_dir():
-        raise ConfigError(f"resume={cfg.resume}: no checkpoint at {path}")
-    verify(path, only=lambda name, _: name == "state.json")
+    if cfg.resume == "auto":
+        found = checkpoints_of(Path(cfg.run_dir))
+        path, torn = _newest_whole(found)
+        if path is None and torn:  # starting anew would throw the run away
+            raise ConfigError(
+                f"resume=auto: none of the {len(found)} checkpoints of {cfg.run_dir} is whole:"
+                f" {torn[0]}; remove them to start from the beginning"
+            )
+        if path is None:
+            return None
+        for line in torn:
+            say(f"passing over {line}")
+    else:
+        path = Path(cfg.resume)
+        if not path.is_dir():
+            raise ConfigError(f"resume={cfg.resume}: no checkpoint at {path}")
+        verify(path)
     # links are followed: what counts is where the files lie
     inside = path.resolve().is_relative_to(Path(cfg.run_dir).resolve())
     if (path / "deepspeed").exists() and not inside and not cfg.resume_trust:
@@ -420,12 +408,11 @@ def ready_to_resume(cfg: TrainConfig, say: Callable[[str], None]) -> TrainConfig
         before with the ``optim.accumulation`` that keeps the global batch.
 
     Raises:
-        ConfigError: if it cannot be resumed; see :func:`checkpoint_to_resume`, :func:`verify`.
+        ConfigError: if it cannot be resumed; see :func:`checkpoint_to_resume`.
     """
     path = checkpoint_to_resume(cfg, say)
     if path is None:
         return cfg
-    verify(path)
     state = read_state(path)
     cfg = as_decided(cfg, state["settings"])
     if state["world_size"] == dist.world_size():
@@ -436,25 +423,6 @@ def ready_to_resume(cfg: TrainConfig, say: Callable[[str], None]) -> TrainConfig
         f"optim.accumulation={needed} keeps the global batch, the random generators are seeded anew"
     )
     return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, accumulation=needed))
-
-
-def _newest_whole(run_dir: Path, say: Callable[[str], None]) -> Path | None:
-    found, torn = checkpoints_of(run_dir), []
-    for path in reversed(found):
-        try:
-            check_whole(path)
-        except ConfigError as error:
-            torn.append(str(error))
-            continue
-        for line in torn:
-            say(f"passing over {line}")
-        return path
-    if torn:  # starting anew would throw the run away
-        raise ConfigError(
-            f"resume=auto: none of the {len(found)} checkpoints of {run_dir} is whole: {torn[0]}; "
-            "remove them to start from the beginning"
-        )
-    return None
 
 
 @contextlib.contextmanager

@@ -318,7 +318,6 @@ def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None =
             f" whole checkpoints in {run.dir}"
         )
     if checkpoint is not None:
-        checkpoints.verify(checkpoint)
         if cfg.evaluate.keep_best and dist.is_main():
             best.bring(run.dir, checkpoint, progress)
         engine.load(checkpoint)
