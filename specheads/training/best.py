@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def judge(
 
     Args:
         found: the evaluation's metrics; every rank brings its own, their mean counts.
-        parameters: see :func:`trained`.
+        parameters: those that are trained, by name.
         cfg: the run's settings.
         progress: is brought up to date.
         run: the open run directory.
@@ -85,15 +85,6 @@ def judge(
         "eval/best/step": float(progress.best_step),
         "eval/best/stopped": float(progress.stopped),
     }
-
-
-def trained(objective: nn.Module, groups: Sequence[dict[str, Any]]) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by their names in ``objective``.
-
-    To be asked before an engine is opened: DeepSpeed puts tensors of its own into the groups.
-    """
-    chosen = {id(parameter) for group in groups for parameter in group["params"]}
-    return {name: p for name, p in objective.named_parameters() if id(p) in chosen}
 
 
 def folder_of(run_dir: Path, step: int) -> Path:

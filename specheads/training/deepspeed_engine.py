@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import logging
 import math
@@ -34,12 +35,13 @@ from torch import Tensor, nn
 
 from specheads.config import ConfigError, RunError, TrainConfig
 from specheads.data.pack import Batch
+from specheads.models import manifest
 from specheads.models.quantize import is_quantized_linear
 from specheads.system import dist, hardware, heartbeat
 from specheads.system.errors import refuse
 from specheads.system.files import aside, writing
 from specheads.training.checkpoints import read_state
-from specheads.training.engine import Groups, Objective, Spread, make_optimizers
+from specheads.training.engine import Groups, Objective, Spread, make_optimizers, trained_parameters
 
 
 @contextlib.contextmanager
@@ -70,13 +72,9 @@ def converted(folder: Path, run_dir: Path) -> Iterator[Path]:
             shutil.rmtree(out, ignore_errors=True)
             (out / "state").mkdir(parents=True)
             settings.input_folder, settings.output_folder = str(source), str(out / "state")
-            try:
-                with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-                    ds_to_universal.main(settings)
-            except (AssertionError, KeyError, NotImplementedError, ValueError) as error:
-                raise ConfigError(
-                    f"DeepSpeed cannot convert {source} for another number of processes: {error}"
-                ) from None
+            problem = f"DeepSpeed cannot convert {source} for another number of processes"
+            with contextlib.redirect_stdout(io.StringIO()), manifest.one_line(problem):
+                ds_to_universal.main(settings)
         dist.barrier()
         yield out
         dist.barrier()
@@ -192,14 +190,12 @@ class DeepSpeedEngine:
         patience = timedelta(seconds=cfg.dist_timeout + 30)
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=patience)
         heartbeat.start(cfg.dist_timeout)
-        trained = {id(p) for group in groups for p in group["params"]}
         named = dict(objective.named_parameters())
-        self.names = [name for name, p in named.items() if id(p) in trained]
+        self.trained = trained_parameters(objective, groups)
         self.dtypes = {name: p.dtype for name, p in named.items()}
         # with float16 DeepSpeed rounds what it wraps, and keeps masters of what learns only
-        rounded = [n for n, p in named.items() if id(p) not in trained and p.dtype == torch.float32]
-        rounded = rounded if half else []
-        self.frozen = {name: named[name].detach().to("cpu", copy=True) for name in rounded}
+        frozen = [n for n in named if n not in self.trained and named[n].dtype == torch.float32]
+        self.frozen = {n: named[n].detach().to("cpu", copy=True) for n in frozen if half}
         self.engine: Any = deepspeed.initialize(
             model=objective,
             optimizer=make_optimizers(groups, cfg.optim, offloads=offloads)[0],
@@ -288,7 +284,7 @@ class DeepSpeedEngine:
         place = str(folder / "deepspeed")
         self.engine.save_checkpoint(place, tag="state", exclude_frozen_parameters=True)
         if dist.is_main():
-            (folder / "trained.json").write_text(json.dumps(self.names))
+            (folder / "trained.json").write_text(json.dumps(list(self.trained)))
 
     def load(self, folder: Path) -> None:
         """Restore DeepSpeed's own checkpoint, also one of another number of ranks.
@@ -296,12 +292,10 @@ class DeepSpeedEngine:
         Raises:
             ConfigError: if it is of another model, or cannot be converted for this many ranks.
         """
-        try:
+        with manifest.one_line(f"cannot read {folder / 'trained.json'}"):
             stored = set(map(str, json.loads((folder / "trained.json").read_text())))
-        except (OSError, TypeError, ValueError) as error:
-            raise ConfigError(f"cannot read {folder / 'trained.json'}: {error}") from None
         # the frozen ones are not stored, so that DeepSpeed itself cannot be strict
-        if odd := sorted(stored ^ set(self.names)):
+        if odd := sorted(stored ^ self.trained.keys()):
             raise ConfigError(
                 f"{folder} is of another model: {len(odd)} parameters are in one only, e.g."
                 f" {odd[0]}"
@@ -376,12 +370,11 @@ class DeepSpeedEngine:
             return {}
         from deepspeed.utils import safe_get_full_fp32_param
 
-        named = {name: p for name, p in self.engine.module.named_parameters()}
         optimizer = self.engine.optimizer
         if self.engine.zero_optimization_stage() == 0 and hasattr(optimizer, "fp32_groups"):
             low: list[Tensor] = sum(optimizer.fp16_groups, [])
             high: list[Tensor] = sum(optimizer.fp32_groups, [])
             masters = dict(zip(map(id, low), high, strict=True))
-            return {name: masters[id(named[name])].detach() for name in self.names}
-        found = {name: safe_get_full_fp32_param(named[name]) for name in self.names}
+            return {name: masters[id(p)].detach() for name, p in self.trained.items()}
+        found = {name: safe_get_full_fp32_param(p) for name, p in self.trained.items()}
         return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}

@@ -162,6 +162,15 @@ def param_groups(optim: OptimConfig, **parts: tuple[nn.Module, float]) -> list[d
     return groups
 
 
+def trained_parameters(objective: nn.Module, groups: Groups) -> dict[str, nn.Parameter]:
+    """Return the parameters of the groups by their names in ``objective``.
+
+    To be asked before an engine is opened: DeepSpeed puts tensors of its own into the groups.
+    """
+    names = {id(p): name for name, p in objective.named_parameters()}
+    return {names[id(p)]: p for group in groups for p in group["params"]}
+
+
 class Muon(torch.optim.Muon):
     """torch's Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) in float32.
 
@@ -235,6 +244,7 @@ class TorchEngine:
     """One process, plain torch. What it can do, the loop asks of every engine.
 
     Attributes:
+        trained: the parameters that it trains, by name.
         overflowed: whether the last ``step`` was one that the engine itself skipped to lower its
             loss scale, which fp16 does now and then; such a step is no sign of a fault.
         loss_scale: what fp16 multiplies the loss by, 1 without it.
@@ -248,8 +258,8 @@ class TorchEngine:
         self.objective = objective
         self.cfg = cfg
         self.optimizers = make_optimizers(groups, cfg.optim, fused=True)
-        self.names = {id(p): name for name, p in objective.named_parameters()}
-        self.trained = {self.names[id(p)]: p for group in groups for p in group["params"]}
+        self.trained = trained_parameters(objective, groups)
+        self.names = {id(p): name for name, p in self.trained.items()}
         objective.engine_scale = 1.0
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

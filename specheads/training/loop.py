@@ -132,7 +132,7 @@ def run_micro_batches(
     losses = []
     for index, batch in enumerate(micro):
         loss, metrics = engine.forward(batch)
-        # of a loss that is not finite no gradient is: so the engine leaves the step out, on any rank
+        # of a loss that is not finite no gradient is: the engine then leaves the step out
         factor = torch.where(loss.detach().isfinite(), 1.0, math.nan)
         engine.backward(loss * factor, last=index == len(micro) - 1)
         losses.append(loss.detach())
@@ -220,7 +220,7 @@ class _Training:
         error.on_every_rank = True
         raise error
 
-    def evaluate(self, evaluate: Evaluate, parameters: best.Weights, signals: StopSignal) -> bool:
+    def evaluate(self, evaluate: Evaluate, signals: StopSignal) -> bool:
         """Evaluate, unless a signal comes; return whether any rank was asked to stop.
 
         An evaluation that a signal cut short is due again after the resume.
@@ -233,7 +233,7 @@ class _Training:
             cut, asked = dist.sum_over_ranks(flags).tolist()
             self.progress.unevaluated = cut > 0
             if found is not None and not cut:
-                found = best.judge(found, parameters, self.cfg, self.progress, self.run)
+                found = best.judge(found, self.engine.trained, self.cfg, self.progress, self.run)
                 self.run.metrics(self.progress.step, found)
         self.stage.objective.train()
         return asked > 0
@@ -310,7 +310,6 @@ def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None =
             return last_step
         else:  # of an earlier stage
             checkpoint = None
-    parameters = best.trained(stage.objective, stage.groups)
     engine = open_engine(stage.objective, stage.groups, cfg)
     if len(reached := set(dist.gather_texts(str(progress.step)))) > 1:
         raise RunError(
@@ -335,7 +334,7 @@ def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None =
                 due = best.due(cfg.evaluate, progress, last_step)
                 progress.unevaluated = bool(evaluate) and due
             if evaluate and progress.unevaluated and not stopping:
-                stopping = now.evaluate(evaluate, parameters, signals)
+                stopping = now.evaluate(evaluate, signals)
             over = progress.step == end or progress.stopped
             due = progress.step % cfg.log.every == 0 or progress.step == last_step
             due = due or progress.stopped
@@ -355,7 +354,7 @@ def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None =
         # not after an error: it may gather the weights of all ranks, of which one may be gone
         engine.close()
     if last_step == cfg.steps:
-        best.finish(parameters, cfg.evaluate, progress, run)
+        best.finish(engine.trained, cfg.evaluate, progress, run)
     return progress.step
 
 
