@@ -31,6 +31,7 @@ from specheads.models import draft as drafts
 from specheads.models.adapters import add_adapter, check_tunable, require_grad
 from specheads.models.checkpoint import KINDS, check_digest, load_heads, read_config
 from specheads.models.kinds import Heads
+from specheads.models.manifest import one_line
 from specheads.models.mtp import MtpHeads
 from specheads.models.output import OutputLayer, output_layer
 from specheads.models.quantize import METHODS, quantization_of
@@ -369,21 +370,12 @@ def _start_from(cfg: TrainConfig, heads: Heads) -> None:
     if not model.init:
         given = Path(start), read_config(start), model.name
         check_digest(*given, revision=model.revision, other_base=model.other_base)
-    ours, theirs = (
-        {name: tuple(tensor.shape) for name, tensor in each.state_dict().items()}
-        for each in (heads, found)
-    )
-    if odd := sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)):
-        there, here = (shapes.get(odd[0], "none") for shapes in (theirs, ours))
-        raise ConfigError(
-            f"heads.start={start} holds other heads than heads.* describes:"
-            f" {odd[0]} is {there} there, {here} here"
-        )
+    with one_line(f"heads.start={start} holds other heads than heads.* describes"):
+        heads.load_state_dict(found.state_dict())
     for key in heads.unseen_settings:  # tensors do not say everything
         there, here = getattr(found, key), getattr(heads, key)
         other = f"heads.start={start} holds heads of {heads.kind}.{key}={there}, not {here}"
         refuse({other: there != here})
-    heads.load_state_dict(found.state_dict())
 
 
 def new_base(
