@@ -169,7 +169,6 @@ def fused_loss(
         labels, row_weight = labels.flatten(), row_weight.flatten()
         rows = (labels != IGNORE).nonzero().squeeze(1)
         count = rows.numel()
-        every_row = count == hidden.shape[0]
         logits = Logits(output, min(chunk_size, count), capped=any(needs))
         compute, exact = logits.compute, logits.exact
         factors = row_weight.to(exact)
@@ -193,8 +192,7 @@ def fused_loss(
         for start in range(0, count, chunk_size):
             picked = rows[start : start + chunk_size]
             n = picked.numel()
-            x = hidden[start : start + n] if every_row else hidden.index_select(0, picked)
-            x = x.to(compute)
+            x = hidden.index_select(0, picked).to(compute)
             z = logits.of(x)  # then probabilities, then the gradient of the logits
             label = labels.index_select(0, picked)[:, None]
             factor = factors.index_select(0, picked)[:, None]
@@ -213,9 +211,7 @@ def fused_loss(
             if grad_bias is not None:
                 grad_bias += z.sum(0)
             slope = z if logits.narrow is None else logits.narrow[:n].copy_(z)
-            if grad_hidden is not None and every_row and kept == compute:
-                torch.mm(slope, logits.matrix, out=grad_hidden[start : start + n])
-            elif grad_hidden is not None:
+            if grad_hidden is not None:
                 grad_hidden.index_copy_(0, picked, torch.mm(slope, logits.matrix).to(kept))
             if grad_weight is not None:
                 _add_product(grad_weight, slope, x, first=start == 0)

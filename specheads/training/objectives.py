@@ -245,16 +245,15 @@ class HeadsObjective(Objective):
         teacher = self._teacher(batch, hidden)
         hidden = hidden.flatten(0, 1)
         num_rows = hidden.shape[0]
+        # blocks need not run where nothing is learned
         used = (labels != IGNORE).any(0).nonzero().squeeze(1)
-        if used.numel() < labels.shape[1]:  # blocks need not run where nothing is learned
-            labels = labels.index_select(1, used)
-            source = source if same else source.index_select(-2, used)
+        labels = labels.index_select(1, used)
+        source = source if same else source.index_select(-2, used)
         if places is not None:
             rows = torch.arange(len(places), device=places.device)[:, None]
             used = (places + rows * ids.shape[1]).flatten().index_select(0, used)
-        if used.numel() < num_rows:
-            hidden = hidden.index_select(0, used)
-            source = hidden if same else source
+        hidden = hidden.index_select(0, used)
+        source = hidden if same else source
         tokens = None
         if self.heads.sequential:
             # where head i has a label, the tokens up to it are of the same document

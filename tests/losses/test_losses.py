@@ -121,8 +121,8 @@ def test_chunk_size_changes_nothing(chunk_size: int) -> None:
         assert distance(found[name], value) < 1e-5, name
 
 
-def test_all_rows_valid_takes_the_path_without_gathers() -> None:
-    """Without skipped rows the loss reads slices, written separately from the gathered rows."""
+def test_no_row_is_skipped_where_all_are_valid() -> None:
+    """Held-out rows are chosen before: a loss that counts on skipped ones would end with them."""
     p = problem()
     p["labels"] = p["labels"].clamp_min(0)
     expected, found = run(wide(p), implementation="naive"), run(p, chunk_size=33)
