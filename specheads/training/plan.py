@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,7 @@ from specheads.system.hardware import peak_memory
 from specheads.training.checkpoints import same_random_state
 from specheads.training.engine import Spread, TorchEngine
 from specheads.training.loop import Stage, gather
-
-if TYPE_CHECKING:
-    from specheads.training.setup import Data
+from specheads.training.setup import Data
 
 RESERVED = 6e9  # bytes of a GPU for CUDA's context, NCCL and fragmentation: assumed, not measured
 FLATTENED = 500_000_000  # numbers that stage 0 copies together to reduce them, whatever is set

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -89,8 +89,8 @@ def cached_features(
         passes = batches.rows_per_epoch / cfg.data.rows
         seconds = 0.0 if engine else passes * seconds_per_pass(base, batches)
         filling = f"time to fill it: {clock(seconds)}"
-        size = len(stored) * sample.shape[-1]
-        return without_features(batches, size, base.dtype), heldout, [said, filling]
+        zeros = torch.zeros(len(stored) * sample.shape[-1], dtype=base.dtype)
+        return with_numbers(batches, hidden=zeros), heldout, [said, filling]
     log.say(said)
     caches = []
     shape = batches.rows, batches.seq_len
@@ -107,14 +107,19 @@ def cached_features(
     return teacher_cache.cached_batches(batches, caches[0]), filled, []
 
 
-def without_features(batches: Batches, size: int, dtype: torch.dtype) -> Mapped:
-    """Return batches with hidden states of zeros: what a cache costs that is not written yet."""
+def with_numbers(batches: Batches, **numbers: Tensor) -> Mapped:
+    """Return batches with the same numbers at every position: what a cache costs that is missing.
 
-    def add_zeros(batch: Batch) -> Batch:
-        shape = (*batch["input_ids"].shape, size)
-        return {**batch, "hidden": torch.zeros(shape, dtype=dtype)}
+    Args:
+        batches: the run's.
+        **numbers: by the name that a cache gives them, [n].
+    """
 
-    return Mapped(batches, add_zeros)
+    def add(batch: Batch) -> Batch:
+        shape = batch["input_ids"].shape
+        return {**batch, **{name: x.repeat(*shape, 1) for name, x in numbers.items()}}
+
+    return Mapped(batches, add)
 
 
 @torch.no_grad()
@@ -177,14 +182,10 @@ def stored_teacher(
     place = folder, batches.documents, made_of
     plan = teacher_cache.plan_top_logits(*place, vocab_size=vocab_size, top_k=top_k)
     said = f"{plan.describe()}; {teacher_cache.still_missing(plan)}"
-
-    def add_nothing(batch: Batch) -> Batch:
-        ids = torch.arange(top_k).expand(*batch["input_ids"].shape, -1)
-        share = torch.full(ids.shape, 1 / (top_k + 1)).log()
-        return {**batch, "teacher_ids": ids.clone(), "teacher_log_probs": share}
-
     if cfg.dry_run:
-        return Mapped(batches, add_nothing), [said]
+        evenly = torch.full((top_k,), 1 / (top_k + 1)).log()
+        nothing = {"teacher_ids": torch.arange(top_k), "teacher_log_probs": evenly}
+        return with_numbers(batches, **nothing), [said]
     log.say(said)
     tell = partial(log.doing, "storing what the base says")
     given = plan, batches.documents, None if told else base
@@ -192,14 +193,6 @@ def stored_teacher(
     shape = batches.rows, batches.seq_len
     teacher_cache.write_cache(*given, shape, output=output, autocast=autocast, tell=tell)
     return teacher_cache.cached_batches(batches, teacher_cache.TeacherCache(plan)), []
-
-
-def _documents(batch: Batch) -> Iterator[tuple[int, int, int]]:
-    """Yield row, begin and end of every document of a packed batch."""
-    for row, segments in enumerate(batch["segment_ids"]):
-        for segment in range(1, int(segments.max()) + 1):
-            inside = (segments == segment).nonzero().flatten()
-            yield row, int(inside[0]), int(inside[-1]) + 1
 
 
 @torch.no_grad()
@@ -296,12 +289,15 @@ class OnPolicyBatches:
     def _places(self, batch: Batch, number: int) -> list[_Place]:
         generator = torch.Generator().manual_seed(self._seed(number, -1))
         found = []
-        for row, start, stop in _documents(batch):
-            learned = (batch["labels"][row, start:stop] != IGNORE).tolist()
-            cuts = _cuts(learned)
-            lot = int(torch.randint(1 << 30, (1,), generator=generator))
-            if cuts:
-                found.append(_Place(row, start, start + cuts[lot % len(cuts)], stop))
+        for row, segments in enumerate(batch["segment_ids"]):
+            for segment in range(1, int(segments.max()) + 1):
+                inside = (segments == segment).nonzero().flatten().tolist()
+                start, stop = inside[0], inside[-1] + 1
+                learned = (batch["labels"][row, start:stop] != IGNORE).tolist()
+                cuts = _cuts(learned)
+                lot = int(torch.randint(1 << 30, (1,), generator=generator))
+                if cuts:
+                    found.append(_Place(row, start, start + cuts[lot % len(cuts)], stop))
         return found
 
 

@@ -29,7 +29,7 @@ from specheads.training.plan import (
     optimizer_bytes,
     plan_stage,
 )
-from specheads.training.teachers import seconds_per_pass, without_features
+from specheads.training.teachers import seconds_per_pass, with_numbers
 from tests.toys import ToyBatches, ToyObjective, toy_config
 
 OFFLOADS = {"zero2_offload", "zero3_offload"}
@@ -178,7 +178,7 @@ def test_time_is_that_of_all_micro_batches(tmp_path: Path, monkeypatch: pytest.M
 def test_a_cache_that_is_not_there_is_stood_in_for(tiny_llama: LlamaForCausalLM) -> None:
     """A dry run must neither write the cache nor time the base that it is to save."""
     batches = ToyBatches()
-    stand_in = without_features(batches, 6, torch.bfloat16)
+    stand_in = with_numbers(batches, hidden=torch.zeros(6, dtype=torch.bfloat16))
     batch = next(stand_in)
     assert batch["hidden"].shape == (2, 12, 6) and batch["hidden"].dtype == torch.bfloat16
     assert torch.equal(batch["labels"], batches.make(0)["labels"])
