@@ -1,8 +1,8 @@
-"""Two ranks take a step, two with bad gradients, and others behind them.
+"""Two ranks take a step, one with bad gradients, one with a bad loss, and others behind them.
 
 Started by test_distributed.py: ``torchrun --nproc-per-node 2 skipped_steps.py CASE...``; a case is
 ``STAGE:DTYPE[:offload]``. Weights and DeepSpeed's counters must be those of a run where the two
-never happened; the gradients are bad on rank 1 only, and of one micro-batch only.
+never happened; either is bad on rank 1 only, and of one micro-batch only.
 """
 
 import math
@@ -18,24 +18,24 @@ from torch import Tensor
 from specheads.system import dist
 from specheads.training.deepspeed_engine import DeepSpeedEngine
 from specheads.training.engine import TorchEngine, param_groups
-from specheads.training.loop import gather
+from specheads.training.loop import gather, run_micro_batches
 from tests.toys import NUM_HEADS, ToyBatches, ToyObjective, toy_config
 
-GOOD, BAD = "good", "bad"
+GOOD, BAD, INFINITE = "good", "bad", "infinite"
 
 
 class Poisoned(ToyObjective):
-    """The toy, whose gradients can be made NaN while its loss stays finite."""
+    """The toy, whose gradients can be made NaN under a finite loss, or its loss infinite alone."""
 
-    poison = False
+    poison = GOOD
 
     def forward(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and its metrics."""
-        if not self.poison:
-            return super().forward(batch)
         loss, metrics = super().forward(batch)
-        loss.register_hook(lambda grad: grad * float("nan"))
-        return loss, metrics
+        poison, self.poison = self.poison, GOOD  # one micro-batch
+        if poison == BAD:
+            loss.register_hook(lambda grad: grad * float("nan"))
+        return loss + (math.inf if poison == INFINITE else 0.0), metrics
 
 
 def settings(case: str) -> Any:
@@ -66,10 +66,9 @@ def steps(engine: Any, objective: Poisoned, kinds: Iterable[str], world: int) ->
         if kind != GOOD:
             position = batches.state_dict()
         micro, _ = gather(batches, 4 // world, NUM_HEADS, torch.device("cpu"))
-        for index, batch in enumerate(micro):
-            objective.poison = kind == BAD and index == 0 and dist.rank() == 1
-            loss, _ = engine.forward(batch)
-            engine.backward(loss, last=index == len(micro) - 1)
+        objective.poison = kind if dist.rank() == 1 else GOOD
+        _, _, bad_loss, _ = run_micro_batches(engine, micro, lambda: False)
+        assert bad_loss == (kind == INFINITE)
         norm = engine.step(0.5)
         assert math.isfinite(norm) == (kind == GOOD), (kind, norm)
         assert not engine.overflowed
@@ -147,7 +146,7 @@ if __name__ == "__main__":
                 print(name, "ok", flush=True)
             continue
         never, norms, counters = run(name, [GOOD] * 3)
-        weights, others, after = run(name, [GOOD, BAD, BAD, GOOD, GOOD])
+        weights, others, after = run(name, [GOOD, BAD, INFINITE, GOOD, GOOD])
         assert norms == others and counters == after, (name, norms, others, counters, after)
         for key, value in never.items():
             assert torch.equal(value, weights[key]), (name, key)
