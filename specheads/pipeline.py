@@ -25,12 +25,12 @@ from specheads.config import ConfigError, EvaluateConfig, TrainConfig, TreeConfi
 from specheads.data.chat import Encoder
 from specheads.data.pack import Batch
 from specheads.data.schema import Record
+from specheads.decoding.exported import Subject
 from specheads.decoding.stream import continue_prompts
 from specheads.formats import card
 from specheads.measure import evaluate as evaluation
-from specheads.measure.calibrate import Calibration, Search, calibrate, describe_expected
-from specheads.measure.clock import Budget
-from specheads.measure.evaluate import decode_heldout, decode_with_draft, write_prompts
+from specheads.measure.calibrate import Calibration, Search, calibrate
+from specheads.measure.clock import Budget, Prompt
 from specheads.measure.hits import Texts
 from specheads.models import checkpoint
 from specheads.models.adapters import has_adapter, merge_adapter, merges
@@ -98,8 +98,8 @@ def check_tree(tree: TreeConfig, evaluate: EvaluateConfig, num_heads: int) -> No
 
 def heldout_prompts(
     cfg: TrainConfig, data: Data, tokenizer: PreTrainedTokenizerBase, *models: PreTrainedModel
-) -> tuple[list[Record], list[Tensor]]:
-    """Return the held-out records that ``models`` decode, and their prompts, token ids [1, P] each.
+) -> tuple[list[Record], evaluation.Heldout]:
+    """Return the held-out records that ``models``, the base first, decode, and their prompts.
 
     Raises:
         ConfigError: if there is none that leaves the models room for the new tokens.
@@ -112,8 +112,10 @@ def heldout_prompts(
             f"{cfg.evaluate.max_new_tokens}: it may have at most data.seq_len={cfg.data.seq_len}"
             f" tokens, and the model's context is {context or 'not known'}"
         )
-    encoder, device = Encoder(tokenizer), models[0].device
-    return records, [torch.tensor([encoder.prompt(record)], device=device) for record in records]
+    encoder, base = Encoder(tokenizer), models[0]
+    ids = [torch.tensor([encoder.prompt(record)], device=base.device) for record in records]
+    prompts = [Prompt(str(i), "heldout", each) for i, each in enumerate(ids)]
+    return records, evaluation.Heldout(base, prompts, cfg.evaluate, end_tokens(base, tokenizer))
 
 
 def start(cfg: TrainConfig, log: RunLog, data: Data, **parts: nn.Module) -> None:
@@ -213,8 +215,7 @@ class Speculation:
         deepest = max((rank for choice in cfg.tree.choices for rank in choice), default=-1)
         few = f"tree.choices uses rank {deepest}, a head guesses among {heads.num_outputs} tokens"
         refuse({few: deepest >= heads.num_outputs})
-        self.records, self.prompts = heldout_prompts(cfg, self.data, self.tokenizer, self.base)
-        self.eos = end_tokens(self.base, self.tokenizer)
+        self.records, self.heldout = heldout_prompts(cfg, self.data, self.tokenizer, self.base)
 
     def stage(
         self, cfg: TrainConfig, log: Log | None, name: str = "train", *, tuned: bool = False
@@ -256,19 +257,16 @@ class Speculation:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Decode the prompts with the heads as they are, see ``decode_heldout``."""
-        return decode_heldout(
-            self.base, self.heads, self.output, self.prompts, self.cfg.evaluate, self.eos
-        )
+        return evaluation.decode_heldout(self.heldout, self.heads, self.output)
 
     def plan(self, log: RunLog, stages: Iterable[Stage], notes: Sequence[str] = ()) -> None:
         """Say what a dry run's stages need, and above which accept length speculation pays."""
         parts = {"base": self.base, "heads": cast(nn.Module, self.heads)}
         say_plan(self.cfg, log, stages, parts, self.output.weight, notes)
         if dist.is_main():
-            expected = describe_expected(
-                self.base, self.heads, self.output, self.prompts, self.cfg.tree, self.cfg.evaluate
+            log.say(
+                evaluation.describe_expected(self.heldout, self.heads, self.output, self.cfg.tree)
             )
-            log.say(expected)
 
     def export(
         self,
@@ -335,7 +333,8 @@ class Speculation:
             base.eval()
             heads.eval()
             chosen = Calibration(tree, 0.0, {})
-            texts = Texts(self.prompts, self.eos, cfg.evaluate.max_new_tokens, seed=cfg.seed)
+            ids, ends = [p.input_ids for p in self.heldout.prompts], self.heldout.eos_token_ids
+            texts = Texts(ids, ends, cfg.evaluate.max_new_tokens, seed=cfg.seed)
             search = Search(cfg.tree.num_nodes, budget=budget.part(0.5))
             if not cfg.tree.choices:
                 with measuring("the tree"), torch.inference_mode():
@@ -348,7 +347,7 @@ class Speculation:
             config, prompts = checkpoint.read_config(export), log.dir / "prompts.jsonl"
             parts = base, checkpoint.as_loaded(heads, base), self.tokenizer, chosen.tree
             loaded = checkpoint.Export(*parts, config)
-            write_prompts(prompts, self.records)
+            evaluation.write_prompts(prompts, self.records)
             found = Outcome({})
             log.doing("measuring accept length and speed")
             with measuring("accept length and speed"):
@@ -384,21 +383,20 @@ class Drafting:
         assert self.judge.base is not None
         self.draft, self.base = self.judge.draft, self.judge.base
         models = self.base, self.draft
-        self.records, self.prompts = heldout_prompts(self.cfg, self.data, self.tokenizer, *models)
-        self.eos = end_tokens(self.base, self.tokenizer)
+        self.records, self.heldout = heldout_prompts(self.cfg, self.data, self.tokenizer, *models)
 
     def write(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int]
     ) -> list[list[int]]:
         """Let the draft model, as it is, continue prompts by at most ``limits`` new tokens."""
-        temperature = self.cfg.draft.on_policy_temperature
+        heat, ends = self.cfg.draft.on_policy_temperature, self.heldout.eos_token_ids
         return continue_prompts(
-            self.draft, prompts, limits, seeds, temperature=temperature, eos_token_ids=self.eos
+            self.draft, prompts, limits, seeds, temperature=heat, eos_token_ids=ends
         )
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Decode the prompts with the draft model as it is, and compare it with its base."""
-        found = decode_with_draft(self.base, self.draft, self.prompts, self.cfg.evaluate, self.eos)
+        found = evaluation.decode_with_draft(self.heldout, self.draft)
         heldout = heldout_agreement(self.judge, self.data.heldout)
         return found | {f"heldout/{key}": value for key, value in heldout.items()}
 
@@ -407,9 +405,7 @@ class Drafting:
         parts = {"base": self.base, "draft": self.draft}
         say_plan(self.cfg, log, [stage], parts, self.draft.get_output_embeddings().weight, notes)
         if dist.is_main() and self.base.device.type != "meta":
-            evaluate = self.cfg.evaluate
-            models, prompt = (self.base, self.draft), self.prompts[0]
-            log.say(evaluation.describe_costs_of_drafting(*models, prompt, evaluate))
+            log.say(evaluation.describe_costs_of_drafting(self.heldout, self.draft))
 
     def export(self, log: RunLog, steps: int) -> None:
         """Write the draft model as a plain Hugging Face folder, then measure it; on rank 0, alone.
@@ -448,13 +444,13 @@ class Drafting:
                 f" accepted; loss {heldout['loss']:.4f} nats per token"
             )
             prompts = log.dir / "prompts.jsonl"
-            write_prompts(prompts, self.records)
+            evaluation.write_prompts(prompts, self.records)
             found = Outcome({})
             with measuring("accept length and speed"):
-                found = evaluation.final_draft_evaluation(
-                    self.base, exported, self.tokenizer, prompts, cfg.evaluate, budget,
-                    samples=cfg.log.samples,
-                )  # fmt: skip
+                subject, samples = Subject(self.base, self.tokenizer), cfg.log.samples
+                found = evaluation.final_evaluation(
+                    subject, prompts, cfg.evaluate, budget, draft=exported, samples=samples
+                )
                 log.outcome(steps, found)
                 say_cut(log, found, len(self.records))
             info["training"] = {**training, "heldout": heldout}

@@ -3,26 +3,21 @@
 How many tokens a tree gains is counted from texts (:mod:`specheads.measure.hits`) and holds on
 any machine; what its step costs is clocked (:mod:`specheads.decoding.costs`). Trees of all sizes
 are prefixes of one order of nodes, so the fastest is found by looking at every size.
-
-:func:`describe_expected` says before anything is trained (``dry_run=true``) above which accept
-length speculation would pay: the cost of a verify step is measured on this base model and machine.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.attention.tree import Tree, default_tree
-from specheads.config import EvaluateConfig, TreeConfig
+from specheads.attention.tree import Tree
 from specheads.decoding.costs import CostCurve, clock_steps, ratios, runner
 from specheads.drafters.contract import Drafter
 from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
@@ -31,7 +26,6 @@ from specheads.measure.clock import Budget
 from specheads.measure.render import estimate
 from specheads.measure.rows import DRIFT_LIMIT
 from specheads.models.checkpoint import Export
-from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, output_layer
 
@@ -260,10 +254,6 @@ def _summary(kind: Kind, plain: float, *, fixed: bool) -> dict[str, Any]:
     }
 
 
-_REPEATS = 3
-_NEW_TOKENS = 48  # per clocked text
-
-
 def format_sizes(measured_on: dict[str, Any]) -> str:
     """Return the measured sizes as a table of plain text."""
     kinds = {"static tree": measured_on, "tree grown at each step": measured_on["dynamic"]}
@@ -327,45 +317,6 @@ def format_calibration(measured_on: dict[str, Any], depth: int) -> str:
             f"The machine was busy: plain steps varied {drift:.2f}x between rounds; search again."
         )
     return "\n".join(lines)
-
-
-def describe_expected(
-    base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
-    prompts: Sequence[Tensor],
-    tree: TreeConfig,
-    evaluate: EvaluateConfig,
-) -> str:
-    """Clock verify steps of the tree at hand beside plain steps; heads need not be trained yet.
-
-    Args:
-        base: base model.
-        heads: of the shape that is to be trained.
-        output: the base's output layer.
-        prompts: token ids [1, P] each; the longest is decoded.
-        tree: its ``choices``, else one of ``num_nodes`` nodes for heads that nobody has measured.
-        evaluate: size of the tree where ``num_nodes`` is 0; texts are as long as
-            ``max_new_tokens``, 48 at most.
-
-    Returns:
-        The line about the cost, and above which accept length it pays.
-    """
-    if tree.choices:
-        shape = Tree.from_choices(tree.choices)
-    else:
-        shape = default_tree(heads.num_heads, tree.num_nodes or evaluate.num_nodes)
-    longest = max(prompts, key=lambda prompt: prompt.shape[1])
-    with undisturbed(base, heads):
-        drafters = [None, static_drafter(base, heads, output, shape)]
-        tokens = min(evaluate.max_new_tokens, _NEW_TOKENS)
-        runs = [runner(base, drafter, longest, max_new_tokens=tokens) for drafter in drafters]
-        costs = ratios(clock_steps(runs, repeats=_REPEATS))[1]
-    cost = median(costs)
-    return (
-        f"speculation: a verify step of {shape.num_nodes} nodes costs {cost:.2f} plain steps here"
-        f" ({min(costs):.2f} to {max(costs):.2f}): it pays above an accept length of {cost:.2f}"
-    )
 
 
 def check_expected(

@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.attention.tree import Tree, default_tree
-from specheads.config import ConfigError, EvaluateConfig
-from specheads.decoding.costs import clock_drafts, expected_tokens
+from specheads.config import ConfigError, EvaluateConfig, TreeConfig
+from specheads.decoding.costs import clock_drafts, clock_steps, expected_tokens, ratios, runner
+from specheads.decoding.exported import Subject
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
@@ -47,50 +48,118 @@ RunsAt = dict[str, dict[str, Runs]]  # t<temperature> -> plain or the drafter's 
 FiguresAt = dict[str, dict[str, float]]  # t<temperature> -> figures
 
 
-def decode_all(
-    base: PreTrainedModel,
-    drafters: Mapping[str, Drafter],
-    prompts: Sequence[Prompt],
-    evaluate: EvaluateConfig,
-    eos_token_ids: tuple[int, ...],
-    budget: Budget | None = None,
-) -> RunsAt:
-    """Decode all prompts once at every temperature, plainly and with each of ``drafters``.
+@dataclass(frozen=True)
+class Heldout:
+    """Prompts that heads or a draft model are measured on, and how.
 
-    With a budget only the first ones, in their order, as far as the time goes that each temperature
-    has, and ``LEAST`` of them at the least.
-    """
-    contest = Contest(base, eos_token_ids, None, evaluate.max_new_tokens)
-    methods = [contest.ours(), *(contest.ours(*each) for each in drafters.items())]
-    budget, count, found = budget or Budget(), len(evaluate.temperatures), {}
-    for number, temperature in enumerate(evaluate.temperatures):
-        part = budget.part(1 / (count - number))
-        found[f"t{temperature:g}"] = clock(
-            methods, prompts, temperature, repeats=1, seed=SEED, budget=part, least=LEAST
-        )
-    return found
-
-
-def decode_heldout(
-    base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
-    prompts: Sequence[Tensor],
-    evaluate: EvaluateConfig,
-    eos_token_ids: tuple[int, ...],
-) -> dict[str, float]:
-    """Measure real acceptance: decode plainly, with a tree of ``evaluate.num_nodes``, and a chain.
-
-    The tree is the same at every step of a run, so that one step compares with another. The model
-    is left as it was found, modes and random generators included.
-
-    Args:
+    Attributes:
         base: base model.
-        heads: heads as they are now.
-        output: the base's output layer.
-        prompts: token ids [1, P] each, held out.
+        prompts: to decode.
         evaluate: how many tokens and at which temperatures.
         eos_token_ids: tokens that end a text.
+        budget: time for all of it; where it ends, only the first prompts are decoded, as far as the
+            time goes that each temperature has, and ``LEAST`` of them at the least.
+    """
+
+    base: PreTrainedModel
+    prompts: Sequence[Prompt]
+    evaluate: EvaluateConfig
+    eos_token_ids: tuple[int, ...]
+    budget: Budget = field(default_factory=Budget)
+
+    @classmethod
+    def read(
+        cls,
+        subject: Subject | Export,
+        path: Path,
+        evaluate: EvaluateConfig,
+        budget: Budget,
+        *others: PreTrainedModel,
+    ) -> Heldout:
+        """Return the prompts of a file that leave all models room, see :func:`write_prompts`.
+
+        Raises:
+            ConfigError: if no prompt fits.
+        """
+        base, tokenizer = subject.base, subject.tokenizer
+        limits = evaluate.num_prompts, evaluate.max_new_tokens
+        prompts, _ = prompts_of(base, tokenizer, path, *limits, *others)
+        return cls(base, prompts, evaluate, end_tokens(base, tokenizer), budget)
+
+    def decode(self, drafters: Mapping[str, Drafter]) -> RunsAt:
+        """Decode the prompts once at every temperature, plainly and with each of ``drafters``."""
+        contest = Contest(self.base, self.eos_token_ids, None, self.evaluate.max_new_tokens)
+        methods = [contest.ours(), *(contest.ours(*each) for each in drafters.items())]
+        count, found = len(self.evaluate.temperatures), {}
+        for number, temperature in enumerate(self.evaluate.temperatures):
+            how: dict[str, Any] = {"budget": self.budget.part(1 / (count - number)), "least": LEAST}
+            runs = clock(methods, self.prompts, temperature, repeats=1, seed=SEED, **how)
+            found[f"t{temperature:g}"] = runs
+        return found
+
+    def of_trees(
+        self, heads: Heads, output: OutputLayer, trees: Mapping[str, Tree]
+    ) -> tuple[dict[str, FiguresAt], RunsAt]:
+        """Measure heads with static trees; leave modes and random generators as they were found.
+
+        Returns:
+            By the trees' names, and temperature, what :func:`figures` names; and the runs.
+        """
+        drafters = {
+            name: static_drafter(self.base, heads, output, tree) for name, tree in trees.items()
+        }
+        with undisturbed(self.base, heads):
+            runs = self.decode(drafters)
+        return {
+            name: {at: figures(of, name, self.evaluate, tree.max_depth) for at, of in runs.items()}
+            for name, tree in trees.items()
+        }, runs
+
+    def of_draft(self, draft: PreTrainedModel) -> tuple[FiguresAt, RunsAt]:
+        """Measure chains of ``NUM_TOKENS`` guesses of a draft model, likewise.
+
+        At a temperature above 0 guesses are drawn from the draft and verified by rejection: the
+        texts are then others than plain decoding's, of the same distribution.
+
+        Args:
+            draft: with the base's tokenizer; another dtype is fine.
+
+        Returns:
+            By temperature ``alpha``, the mean of sum_x min(base, draft) along plain decoding's
+            texts (arXiv:2211.17192; at temperature 0 the share of tokens that the draft guesses
+            best), and what :func:`figures` names, with ``depth`` for ``head``: how often guess i is
+            accepted where those before it were. Texts are compared at temperature 0 only. And the
+            runs, of ``plain`` and ``chain``.
+        """
+        found: FiguresAt = {}
+        with undisturbed(self.base, draft):
+            drafter = DraftModelDrafter(draft, FixedLength(NUM_TOKENS), sampling="sampled")
+            runs = self.decode({"chain": drafter})
+            for temperature in self.evaluate.temperatures:
+                at = f"t{temperature:g}"
+                of = figures(runs[at], "chain", self.evaluate, NUM_TOKENS)
+                if temperature > 0:
+                    del of["identical"], of["compared"]
+                found[at] = {key.replace("head_", "depth_"): value for key, value in of.items()}
+                how = Sampler(temperature=temperature), self.evaluate.max_new_tokens - 1
+                pairs = zip(self.prompts, runs[at]["plain"].decoded, strict=False)
+                texts = [
+                    agreement(self.base, draft, prompt.input_ids, text.new_tokens, *how)
+                    for prompt, text in pairs
+                ]
+                found[at]["alpha"] = Alpha(texts).alpha
+        return found, runs
+
+
+def decode_heldout(heldout: Heldout, heads: Heads, output: OutputLayer) -> dict[str, float]:
+    """Measure real acceptance: decode plainly, with a tree of ``evaluate.num_nodes``, and a chain.
+
+    The tree is the same at every step of a run, so that one step compares with another.
+
+    Args:
+        heldout: prompts, and how they are decoded.
+        heads: heads as they are now.
+        output: the base's output layer.
 
     Returns:
         ``eval/accept_length`` (choose by it) and ``eval/speedup``: of the tree, means over the
@@ -99,38 +168,39 @@ def decode_heldout(
         names, as ``eval/tree/t0/accept_length``; ``eval/t0/rep8`` of plain output.
     """
     shapes = {
-        "tree": default_tree(heads.num_heads, evaluate.num_nodes),
+        "tree": default_tree(heads.num_heads, heldout.evaluate.num_nodes),
         "chain": Tree.chain(heads.num_heads),
     }
-    drafters = {name: static_drafter(base, heads, output, tree) for name, tree in shapes.items()}
-    with undisturbed(base, heads):
-        runs = decode_all(base, drafters, _named(prompts), evaluate, eos_token_ids)
-    found = {
-        name: {at: figures(of, name, evaluate, tree.max_depth) for at, of in runs.items()}
-        for name, tree in shapes.items()
-    }
+    found, _ = heldout.of_trees(heads, output, shapes)
     rows = _means(found["tree"], "accept_length", "speedup")
     rows["eval/identical"] = fmean(
         of["identical"] / of["compared"] for shape in found.values() for of in shape.values()
     )
-    for at, runs_at in runs.items():
-        rows[f"eval/{at}/rep8"] = _plain_rep8(runs_at)
-        for shape, of in found.items():
-            rows |= {f"eval/{shape}/{at}/{key}": value for key, value in of[at].items()}
+    for shape, of_shape in found.items():
+        for at, of in of_shape.items():
+            rows[f"eval/{at}/rep8"] = of.pop("rep8")
+            rows |= {f"eval/{shape}/{at}/{key}": value for key, value in of.items()}
     return rows
 
 
-def _named(prompts: Sequence[Tensor]) -> list[Prompt]:
-    return [Prompt(str(i), "heldout", ids) for i, ids in enumerate(prompts)]
+def decode_with_draft(heldout: Heldout, draft: PreTrainedModel) -> dict[str, float]:
+    """Measure what a draft model is worth now: decode plainly, and with a chain of its guesses.
+
+    Returns:
+        ``eval/accept_length`` (choose by it), ``eval/alpha`` and ``eval/speedup``: means over the
+        temperatures; and for each of them (``t0``, ``t1``) what :meth:`Heldout.of_draft` names, as
+        ``eval/chain/t0/accept_length``.
+    """
+    found, _ = heldout.of_draft(draft)
+    rows = _means(found, "accept_length", "alpha", "speedup")
+    for at, of in found.items():
+        rows |= {f"eval/chain/{at}/{key}": value for key, value in of.items()}
+    return rows
 
 
 def _means(found: FiguresAt, *keys: str) -> dict[str, float]:
     """Return means over the temperatures."""
     return {f"eval/{key}": fmean(of[key] for of in found.values()) for key in keys}
-
-
-def _plain_rep8(runs: Mapping[str, Runs]) -> float:
-    return fmean(rep8(each.new_tokens) for each in runs["plain"].decoded)
 
 
 def figures(
@@ -147,7 +217,8 @@ def figures(
     Returns:
         ``accept_length`` and its 95% interval over prompts ``accept_length_low|high``;
         ``head_{i}/acceptance`` where head i was tried at all, see :func:`conditional_acceptance`;
-        ``speedup`` in tokens per second; ``identical`` texts among those ``compared``.
+        ``speedup`` in tokens per second; ``identical`` texts among those ``compared``; ``rep8`` of
+        plain output.
     """
     of, plain = runs[name], runs["plain"]
     lengths = [each.accept_lengths for each in of.decoded]
@@ -162,6 +233,7 @@ def figures(
         "speedup": speed(whole(of)) / speed(whole(plain)),
         "identical": float(sum(a.new_tokens == b.new_tokens for a, b in pairs)),
         "compared": float(len(pairs)),
+        "rep8": fmean(rep8(each.new_tokens) for each in plain.decoded),
     }
 
 
@@ -214,48 +286,50 @@ def write_prompts(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def final_evaluation(
-    export: Export,
+    subject: Export | Subject,
     path: Path,
     evaluate: EvaluateConfig,
     budget: Budget | None = None,
     *,
+    draft: PreTrainedModel | None = None,
     samples: int = 0,
 ) -> Outcome:
-    """Decode with an export as users will: what ``specheads.bench`` measures on the same prompts.
+    """Decode with an export, or with base and draft model, as users will.
 
-    The bench, given ``prompts``, ``num_prompts`` and ``max_new_tokens`` of this call, the export's
-    dtype and as many threads, prints these accept lengths in its row ``tree``. Where the export's
-    tree was chosen on these prompts, as recipes do, the figure is slightly flattering.
+    What ``specheads.bench`` measures on the same prompts: given ``prompts``, ``num_prompts`` and
+    ``max_new_tokens`` of this call, the export's dtype and as many threads, it prints these accept
+    lengths in its row ``tree``. Where the export's tree was chosen on these prompts, as recipes do,
+    the figure is slightly flattering.
 
     Args:
-        export: loaded, in the dtype in question.
+        subject: loaded, in the dtype in question; an export where there is no draft model.
         path: prompts, see :func:`specheads.measure.evaluate.write_prompts`.
         evaluate: how many prompts and tokens, and at which temperatures.
-        budget: the time for it; see :func:`decode_all`.
+        budget: the time for it; see :class:`Heldout`.
+        draft: the draft model as it is exported.
         samples: texts to keep.
 
     Returns:
         Figures ``final/<figure>/t<temperature>`` of the export's tree, see
-        :func:`specheads.measure.evaluate.figures`; lengths and intervals rounded as the bench
-        rounds them; ``final/rep8/t...`` of plain output. Samples, see :func:`sample_texts`, and
-        the picture of the tree.
+        :func:`specheads.measure.evaluate.figures`, or of the draft model, see
+        :meth:`Heldout.of_draft`; lengths and intervals rounded as the bench rounds them. Samples,
+        see :func:`sample_texts`, and the picture of the tree.
 
     Raises:
         ConfigError: if no prompt fits, or the base ends every text with its first token.
     """
-    base, tokenizer = export.base, export.tokenizer
-    limits = evaluate.num_prompts, evaluate.max_new_tokens
-    prompts, _ = prompts_of(base, tokenizer, path, *limits)
-    drafter = static_drafter(base, export.heads, output_layer(base), export.tree)
-    with undisturbed(base, export.heads):
-        eos = end_tokens(base, tokenizer)
-        runs = decode_all(base, {"tree": drafter}, prompts, evaluate, eos, budget)
-    found = {
-        at: figures(of, "tree", evaluate, export.tree.max_depth) | {"rep8": _plain_rep8(of)}
-        for at, of in runs.items()
-    }
-    texts = sample_texts(prompts, runs, "tree", tokenizer, samples)
-    return Outcome(_final(found, runs), texts, tree_picture(export))
+    others = [] if draft is None else [draft]
+    heldout = Heldout.read(subject, path, evaluate, budget or Budget(), *others)
+    picture = ""
+    if draft is not None:
+        name, (found, runs) = "chain", heldout.of_draft(draft)
+    else:
+        assert isinstance(subject, Export)
+        name, output, picture = "tree", output_layer(subject.base), tree_picture(subject)
+        by_name, runs = heldout.of_trees(subject.heads, output, {name: subject.tree})
+        found = by_name[name]
+    texts = sample_texts(heldout.prompts, runs, name, subject.tokenizer, samples)
+    return Outcome(_final(found, runs), texts, picture)
 
 
 def _final(found: FiguresAt, runs: RunsAt) -> dict[str, float]:
@@ -322,129 +396,58 @@ def tree_picture(export: Export) -> str:
     return tree_svg(export.tree, chances, title=title)
 
 
-def decode_with_draft(
-    base: PreTrainedModel,
-    draft: PreTrainedModel,
-    prompts: Sequence[Tensor],
-    evaluate: EvaluateConfig,
-    eos_token_ids: tuple[int, ...],
-) -> dict[str, float]:
-    """Measure what a draft model is worth now: decode plainly, and with a chain of its guesses.
-
-    Both models are left as they were found, modes and random generators included.
-
-    Args:
-        base: base model.
-        draft: draft model with the same tokenizer; another dtype is fine.
-        prompts: token ids [1, P] each, held out.
-        evaluate: how many tokens and at which temperatures.
-        eos_token_ids: tokens that end a text.
-
-    Returns:
-        ``eval/accept_length`` (choose by it), ``eval/alpha`` and ``eval/speedup``: means over the
-        temperatures; and for each of them (``t0``, ``t1``) what :func:`measure_draft` names, as
-        ``eval/chain/t0/accept_length``.
-    """
-    found, _ = measure_draft(base, draft, _named(prompts), evaluate, eos_token_ids)
-    rows = _means(found, "accept_length", "alpha", "speedup")
-    for at, of in found.items():
-        rows |= {f"eval/chain/{at}/{key}": value for key, value in of.items()}
-    return rows
+_REPEATS = 3  # of what is clocked before training
+_NEW_TOKENS = 48  # per clocked text
 
 
-def final_draft_evaluation(
-    base: PreTrainedModel,
-    draft: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    path: Path,
-    evaluate: EvaluateConfig,
-    budget: Budget | None = None,
-    *,
-    samples: int = 0,
-) -> Outcome:
-    """Decode with base and draft as users will, on the prompts of a file.
-
-    Args:
-        base: base model, in the dtype in question.
-        draft: the draft model as it is exported.
-        tokenizer: of both.
-        path: prompts, see :func:`specheads.measure.evaluate.write_prompts`.
-        evaluate: how many prompts and tokens, and at which temperatures.
-        budget: the time for it; see :func:`decode_all`.
-        samples: texts to keep.
-
-    Returns:
-        Figures ``final/<figure>/t<temperature>``, see :func:`measure_draft`, and samples.
-
-    Raises:
-        ConfigError: if no prompt fits, or the base ends every text with its first token.
-    """
-    limits = evaluate.num_prompts, evaluate.max_new_tokens
-    prompts, _ = prompts_of(base, tokenizer, path, *limits, draft)
-    eos = end_tokens(base, tokenizer)
-    found, runs = measure_draft(base, draft, prompts, evaluate, eos, budget)
-    texts = sample_texts(prompts, runs, "chain", tokenizer, samples)
-    return Outcome(_final(found, runs), texts)
-
-
-def measure_draft(
-    base: PreTrainedModel,
-    draft: PreTrainedModel,
-    prompts: Sequence[Prompt],
-    evaluate: EvaluateConfig,
-    eos_token_ids: tuple[int, ...],
-    budget: Budget | None = None,
-) -> tuple[FiguresAt, RunsAt]:
-    """Decode all prompts once at every temperature, plainly and with chains of ``NUM_TOKENS``.
-
-    At a temperature above 0 guesses are drawn from the draft and verified by rejection: the texts
-    are then others than plain decoding's, of the same distribution.
-
-    Returns:
-        ``t<temperature>`` -> ``alpha``, the mean of sum_x min(base, draft) along plain decoding's
-        texts (arXiv:2211.17192; at temperature 0 the share of tokens that the draft guesses best);
-        ``accept_length`` with its 95% interval and ``speedup``, see :func:`figures`;
-        ``depth_{i}/acceptance``, how often guess i is accepted where those before it were;
-        ``rep8`` of plain output; at temperature 0 ``identical`` texts among those ``compared``.
-        And the runs, by ``t<temperature>`` and method: ``plain`` and ``chain``.
-    """
-    found: FiguresAt = {}
-    with undisturbed(base, draft):
-        drafter = DraftModelDrafter(draft, FixedLength(NUM_TOKENS), sampling="sampled")
-        runs = decode_all(base, {"chain": drafter}, prompts, evaluate, eos_token_ids, budget)
-        for temperature in evaluate.temperatures:
-            at = f"t{temperature:g}"
-            of = figures(runs[at], "chain", evaluate, NUM_TOKENS)
-            if temperature > 0:
-                del of["identical"], of["compared"]
-            found[at] = {key.replace("head_", "depth_"): value for key, value in of.items()}
-            sampler, limit = Sampler(temperature=temperature), evaluate.max_new_tokens - 1
-            texts = [
-                agreement(base, draft, prompt.input_ids, text.new_tokens, sampler, limit)
-                for prompt, text in zip(prompts, runs[at]["plain"].decoded, strict=False)
-            ]
-            found[at] |= {"alpha": Alpha(texts).alpha, "rep8": _plain_rep8(runs[at])}
-    return found, runs
-
-
-def describe_costs_of_drafting(
-    base: PreTrainedModel, draft: PreTrainedModel, prompt: Tensor, evaluate: EvaluateConfig
+def describe_expected(
+    heldout: Heldout, heads: Heads, output: OutputLayer, config: TreeConfig
 ) -> str:
+    """Clock verify steps of the tree at hand beside plain steps; heads need not be trained yet.
+
+    Args:
+        heldout: the longest of its prompts is decoded, 48 tokens at most.
+        heads: of the shape that is to be trained.
+        output: the base's output layer.
+        config: its ``choices``, else one of ``num_nodes`` nodes, or of the evaluation's, for heads
+            that nobody has measured.
+
+    Returns:
+        The line about the cost, and above which accept length it pays.
+    """
+    base, evaluate = heldout.base, heldout.evaluate
+    if config.choices:
+        tree = Tree.from_choices(config.choices)
+    else:
+        tree = default_tree(heads.num_heads, config.num_nodes or evaluate.num_nodes)
+    longest = max((each.input_ids for each in heldout.prompts), key=lambda ids: ids.shape[1])
+    with undisturbed(base, heads):
+        drafters = [None, static_drafter(base, heads, output, tree)]
+        tokens = min(evaluate.max_new_tokens, _NEW_TOKENS)
+        runs = [runner(base, drafter, longest, max_new_tokens=tokens) for drafter in drafters]
+        costs = ratios(clock_steps(runs, repeats=_REPEATS))[1]
+    cost = median(costs)
+    return (
+        f"speculation: a verify step of {tree.num_nodes} nodes costs {cost:.2f} plain steps here"
+        f" ({min(costs):.2f} to {max(costs):.2f}): it pays above an accept length of {cost:.2f}"
+    )
+
+
+def describe_costs_of_drafting(heldout: Heldout, draft: PreTrainedModel) -> str:
     """Return a line for before the training: how good the draft model has to become to pay.
 
     What a pass costs does not depend on weights, so it is clocked now; the expected tokens of a
     step are those of arXiv:2211.17192, equation 1.
 
     Args:
-        base: base model.
+        heldout: its first prompt is continued by both models.
         draft: draft model, trained or not.
-        prompt: [1, P], continued by both.
-        evaluate: how many new tokens.
     """
+    base, prompt = heldout.base, heldout.prompts[0].input_ids
     makes = {"draft": lambda n: DraftModelDrafter(draft, FixedLength(n))}
-    how = {"max_tokens": NUM_TOKENS, "max_new_tokens": evaluate.max_new_tokens, "repeats": 2}
+    how = {"max_tokens": NUM_TOKENS, "max_new_tokens": heldout.evaluate.max_new_tokens}
     with undisturbed(base, draft):
-        costs = clock_drafts(base, makes, prompt, **how)["draft"]
+        costs = clock_drafts(base, makes, prompt, repeats=2, **how)["draft"]
 
     def best(alpha: float) -> float:
         lengths = range(1, NUM_TOKENS + 1)

@@ -293,7 +293,7 @@ def is_stopped() -> None:
         ("medusa1", "pipeline.calibrate", is_stopped),
         ("medusa2", "training.heldout._num_valid", raises),
         ("mtp", "formats.card._by_training", raises),
-        ("mtp_finetune", "measure.evaluate.decode_all", raises),
+        ("mtp_finetune", "measure.evaluate.Heldout.decode", raises),
         ("distill", "measure.evaluate.clock", is_stopped),
         ("pretrain", "training.heldout._hidden_at_labels", raises),
     ],

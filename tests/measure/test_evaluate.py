@@ -20,6 +20,7 @@ from specheads.drafters.contract import StepResult
 from specheads.drafters.heads import HeadsDrafter
 from specheads.measure.clock import Prompt, Runs, read_prompts
 from specheads.measure.evaluate import (
+    Heldout,
     conditional_acceptance,
     decode_heldout,
     sample_texts,
@@ -47,11 +48,17 @@ class Watched(HeadsDrafter):
         return super().observe(state, result)
 
 
+def heldout(medusa: Medusa, texts: list[Tensor]) -> Heldout:
+    """Return prompts to decode with a base model."""
+    prompts = [Prompt(str(i), "heldout", ids) for i, ids in enumerate(texts)]
+    return Heldout(medusa[0], prompts, EVALUATE, ())
+
+
 def test_figures_are_those_of_decoding(medusa: Medusa) -> None:
     """A curve of accept lengths that decoding does not have chooses the wrong checkpoint."""
-    base, heads, output = medusa
+    _, heads, output = medusa
     texts = prompts()
-    row = decode_heldout(base, heads, output, texts, EVALUATE, ())
+    row = decode_heldout(heldout(medusa, texts), heads, output)
     for shape in ("tree", "chain"):
         for temperature in EVALUATE.temperatures:
             compare_with_decoding(medusa, texts, row, shape, temperature)
@@ -118,9 +125,9 @@ def test_the_model_is_left_as_it_was(medusa: Medusa) -> None:
     with undisturbed(base, heads):
         assert not any(part.training for part in [*base.modules(), *heads.modules()])
         torch.rand(7)
-    decode_heldout(base, heads, output, [torch.randint(0, 9, (1, 4))] * 2, EVALUATE, ())
+    decode_heldout(heldout(medusa, [torch.randint(0, 9, (1, 4))] * 2), heads, output)
     torch.manual_seed(5)
-    decode_heldout(base, heads, output, [torch.full((1, 4), 7)], EVALUATE, ())
+    decode_heldout(heldout(medusa, [torch.full((1, 4), 7)]), heads, output)
     assert torch.equal(torch.rand(3), expected)
     assert [part.training for part in [*base.modules(), *heads.modules()]] == modes
     after = dict([*base.state_dict().items(), *heads.state_dict().items()])

@@ -13,8 +13,9 @@ from transformers import LlamaForCausalLM
 
 from specheads.config import AdapterConfig, EvaluateConfig, TreeConfig
 from specheads.data.teacher_cache import readable
-from specheads.measure import calibrate as module
-from specheads.measure.calibrate import describe_expected
+from specheads.measure import evaluate as module
+from specheads.measure.clock import Prompt
+from specheads.measure.evaluate import Heldout, describe_expected
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.training import plan as plan_module
@@ -217,11 +218,11 @@ def test_what_a_verify_step_costs_is_clocked(
     output = output_layer(tiny_llama)
     heads = MedusaHeads(3, 1, 32, 272)
     heads.init_from_output(output.weight)
-    prompts = [torch.full((1, 3), 7), torch.full((1, 9), 8)]
-    evaluate = EvaluateConfig(max_new_tokens=12, num_nodes=4)
+    prompts = [Prompt("", "", ids) for ids in (torch.full((1, 3), 7), torch.full((1, 9), 8))]
+    heldout = Heldout(tiny_llama, prompts, EvaluateConfig(max_new_tokens=12, num_nodes=4), ())
 
     def told(tree: TreeConfig) -> str:
-        return describe_expected(tiny_llama, heads, output, prompts, tree, evaluate)
+        return describe_expected(heldout, heads, output, tree)
 
     assert "a verify step of 4 nodes costs" in told(TreeConfig())  # really clocked
     seen: list[int] = []
