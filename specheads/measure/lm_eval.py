@@ -29,7 +29,7 @@ from specheads.decoding.conversation import text_of
 from specheads.decoding.generate import SpecDecoder, decode_many
 from specheads.measure.quality import log_likelihood, logits_at
 from specheads.models.base import context_length, end_tokens
-from specheads.models.forward import groups_by_side
+from specheads.models.forward import thresholds
 from specheads.models.support import tree_support
 from specheads.system import hardware
 from specheads.system.errors import EXIT_USAGE
@@ -250,8 +250,8 @@ class _Methods:
                 f"a task asks for {limit} new tokens, but the model's context is {self._max_length}"
             )
         rows = [self.encode(context)[-room:] or [self._first_token()] for context in contexts]
-        sides = groups_by_side(self.base, [(len(row), len(row) + limit) for row in rows])
-        size, drawn = len(rows) if len(sides) == 1 else 1, replace(settings, seed=seed)
+        side = thresholds(self.base).shared_side([(len(row), len(row) + limit) for row in rows])
+        size, drawn = 1 if side is None else len(rows), replace(settings, seed=seed)
         stop = until or None
         for row in decode_many(self.decoder, drawn, rows, limit, size, stop_strings=stop):
             self._lengths += row.accept_lengths

@@ -199,21 +199,6 @@ def _rope_settings(config: object) -> Iterator[Mapping[str, Any]]:
         yield from (own for own in rope.values() if isinstance(own, Mapping))
 
 
-def groups_by_side(model: PreTrainedModel, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Return the rows that may be decoded together, as their numbers; who crosses is alone.
-
-    Args:
-        model: the model.
-        spans: see :meth:`Thresholds.shared_side`.
-    """
-    found = thresholds(model)
-    groups: dict[object, list[int]] = {}
-    for row, span in enumerate(spans):
-        side = found.shared_side([span])
-        groups.setdefault(("alone", row) if side is None else side, []).append(row)
-    return list(groups.values())
-
-
 def check_sides(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> None:
