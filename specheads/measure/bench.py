@@ -8,7 +8,6 @@ prompt lookup.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 from transformers import CompileConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError, DecodeConfig
@@ -204,13 +204,10 @@ class Contest:
             texts = []
             for i, row in enumerate(_rows(batch)):
                 torch.manual_seed(seed + i)
-                with (
-                    fixed_assistant(options.get("assistant_model"), num_tokens),
-                    _known_before_passes(self.base) as known,
-                ):
-                    (tokens,) = self._generated(row, heat, limit, **options)
-                lengths = gained_by_passes(known, row.input_ids.shape[1], len(tokens))
-                texts.append(DecodedRow(tokens, lengths, finished=tokens[-1] in self.eos))
+                gains = _Gains()
+                with fixed_assistant(options.get("assistant_model"), num_tokens):
+                    (tokens,) = self._generated(row, heat, limit, streamer=gains, **options)
+                texts.append(DecodedRow(tokens, gains.lengths[1:], tokens[-1] in self.eos))
             return texts
 
         return Method(name, run, kind, num_tokens + 1, seeded=False)
@@ -344,34 +341,22 @@ def fixed_assistant(draft: PreTrainedModel | None, num_tokens: int) -> AbstractC
     )
 
 
-@contextlib.contextmanager
-def _known_before_passes(base: PreTrainedModel) -> Iterator[list[int]]:
-    """Note while open how many tokens the cache holds when a pass of ``base`` begins."""
-    known: list[int] = []
+class _Gains(BaseStreamer):
+    """Notes how many tokens transformers' assisted generation gains with each pass.
 
-    def note(module: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        known.append(int(options["past_key_values"].get_seq_length()))
-
-    hook = base.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield known
-    finally:
-        hook.remove()
-
-
-def gained_by_passes(known: Sequence[int], num_prompt: int, num_new: int) -> list[int]:
-    """Return the tokens gained by each pass of transformers' assisted generation.
-
-    It does not say them itself. Behind a pass its cache holds all tokens but the last. The first
-    pass verifies guesses with the prompt, so that it counts as a step, which it does not here.
-
-    Args:
-        known: tokens in the cache before each pass, 0 before the first.
-        num_prompt: tokens of the prompt.
-        num_new: tokens that were returned behind it.
+    The prompt comes first. The first pass verifies guesses with it, so that it counts as a step,
+    which it does not here.
     """
-    ends = [*(count + 1 for count in known[1:]), num_prompt + num_new]
-    return [end - start for start, end in zip([num_prompt, *ends], ends, strict=False)]
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Be given what a pass gave."""
+        self.lengths.append(value.numel())
+
+    def end(self) -> None:
+        """Be told that there is no more."""
 
 
 @dataclass(frozen=True)

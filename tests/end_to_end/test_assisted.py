@@ -12,7 +12,7 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.length import FixedLength
 from specheads.drafters.lookup import NgramDrafter
-from specheads.measure.bench import Contest, fixed_assistant, gained_by_passes
+from specheads.measure.bench import Contest, fixed_assistant
 from specheads.measure.clock import Batch
 from tests.ragged import ROWS, padded
 from tests.zoo import build, disturbed
@@ -107,13 +107,6 @@ def test_steps_of_transformers_are_counted(
     if kind == "assistant":  # the greedy draft often agrees
         (greedy,) = method.decode(Batch(prompt, torch.ones_like(prompt)), 0.0, 0)
         assert max(greedy.accept_lengths) > 1
-
-
-def test_gains_of_passes_by_hand() -> None:
-    """An offset by one moves every step's gain to its neighbour."""
-    # a prompt of 7 gains 3, 1 and 2 tokens: the cache holds 9 and 10 when later passes begin
-    assert gained_by_passes([0, 9, 10], 7, 6) == [3, 1, 2]
-    assert gained_by_passes([0], 7, 1) == [1]
 
 
 @pytest.mark.parametrize("kind", ["assistant", "lookup"])
