@@ -24,7 +24,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,37 +46,12 @@ from specheads.system.files import cut_torn_line, write_whole
 from specheads.system.terminal import progress_bar
 
 Answer = dict[str, Any]  # a line of an answer file
+Turn = dict[str, Any]  # what one turn was answered with, see :func:`decode_turn`
 
 OURS = "specheads"  # key of what Spec-Bench's format has no place for
 _NO_LIMIT = 1 << 30  # bytes of a line
+_MORE = ("prefill_time", "num_emitted", "num_prompt_tokens", "limit")  # of a turn, and OURS
 _SCORED = ("turns", "new_tokens", "wall_time", "accept_lengths")  # speed.py reads no more
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What one turn was answered with.
-
-    Attributes:
-        text: decoded without special tokens, stripped.
-        new_tokens: of the answer; the token that ends it is not among them.
-        num_passes: forward passes of the base model, the prefill included.
-        accept_lengths: tokens gained by each verify step; for plain decoding, by each pass.
-        wall_time: seconds, prefill included.
-        prefill_time: seconds until the first token was there.
-        num_emitted: tokens that were decoded, the one that ends the answer included.
-        num_prompt_tokens: before the answer.
-        limit: of ``num_emitted``.
-    """
-
-    text: str
-    new_tokens: int
-    num_passes: int
-    accept_lengths: list[int]
-    wall_time: float
-    prefill_time: float
-    num_emitted: int
-    num_prompt_tokens: int
-    limit: int
 
 
 class AnswerFile:
@@ -133,25 +108,17 @@ class AnswerFile:
 
     def append(self, question: Question, turns: Sequence[Turn]) -> None:
         """Write an answer behind the others, at once and for good."""
-        rows = [asdict(turn) for turn in turns]
-        of = {key: [row[key] for row in rows] for key in rows[0]}
-        choice = {
-            "index": 0,
-            "turns": of["text"],
-            "decoding_steps": of["num_passes"],
-            "new_tokens": of["new_tokens"],
-            "wall_time": of["wall_time"],
-            "accept_lengths": list(chain.from_iterable(of["accept_lengths"])),
-        }
-        more = ("prefill_time", "num_emitted", "num_prompt_tokens", "limit")
+        of = {key: [turn[key] for turn in turns] for key in turns[0]}
+        of["accept_lengths"] = list(chain.from_iterable(of["accept_lengths"]))
+        more = {key: of.pop(key) for key in _MORE}
         self.answers[question.id] = {
             "question_id": question.id,
             "category": question.category,
             "answer_id": uuid.uuid4().hex,
             "model_id": self.model_id,
-            "choices": [choice],
+            "choices": [{"index": 0, **of}],
             "tstamp": time.time(),
-            OURS: {"question": question_digest(question), **{key: of[key] for key in more}},
+            OURS: {"question": question_digest(question), **more},
         }
         with self.path.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(self.answers[question.id]) + "\n")
@@ -223,7 +190,7 @@ def answer(
     turns: list[Turn] = []
     drawn: dict[str, Any] = {"temperature": config.temperature, "seed": config.seed + number}
     for i in range(len(question.turns)):
-        ids = prompts.ids(question, [turn.text for turn in turns])
+        ids = prompts.ids(question, [turn["turns"] for turn in turns])
         limit = min(config.max_new_tokens, _room(decoder, ids, question, i))
         input_ids = torch.tensor([ids], device=input_device(decoder.base))
         turns.append(decode_turn(decoder, input_ids, limit, **drawn)[1])
@@ -306,11 +273,20 @@ def decode_turn(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> tuple[Tensor, Turn]:
-    """Decode one prompt [1, P]; return its sequence [1, P + L] and what an answer file says of it.
+    """Decode one prompt [1, P].
 
     The token that ends an answer is no token of it: Spec-Bench counts a baseline's tokens in its
     text, which has none, and a method that counted it would be faster by nothing but that. Of
     plain decoding every pass gains a token; with a drafter the prefill's belongs to no step.
+
+    Returns:
+        The sequence [1, P + L], and by the names that they have in an answer file: ``turns``, the
+        text without special tokens, stripped; ``decoding_steps``, forward passes of the base model,
+        the prefill included; ``new_tokens`` of the answer; ``wall_time``, seconds, prefill
+        included; ``accept_lengths``, tokens gained by each verify step, of plain decoding by each
+        pass. Beside them ``prefill_time``, seconds until the first token was there;
+        ``num_emitted``, tokens that were decoded, the one that ends the answer included, and their
+        ``limit``; ``num_prompt_tokens`` before the answer.
     """
     tokenizer, device = decoder.tokenizer, decoder.base.device
     assert tokenizer is not None
@@ -333,17 +309,17 @@ def decode_turn(
     text = tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     num_passes = result.num_steps + 1
     lengths = [1] * num_passes if decoder.drafter is None else list(result.accept_lengths)
-    return result.sequences, Turn(
-        text=str(text).strip(),
-        new_tokens=len(said),
-        num_passes=num_passes,
-        accept_lengths=lengths,
-        wall_time=seconds,
-        prefill_time=times[0] - start,
-        num_emitted=len(tokens),
-        num_prompt_tokens=input_ids.shape[1],
-        limit=max_new_tokens,
-    )
+    return result.sequences, {
+        "turns": str(text).strip(),
+        "decoding_steps": num_passes,
+        "new_tokens": len(said),
+        "wall_time": seconds,
+        "accept_lengths": lengths,
+        "prefill_time": times[0] - start,
+        "num_emitted": len(tokens),
+        "num_prompt_tokens": input_ids.shape[1],
+        "limit": max_new_tokens,
+    }
 
 
 def _room(decoder: SpecDecoder, ids: list[int], question: Question, turn: int = 0) -> int:
@@ -390,7 +366,7 @@ def forward(
     sequences, turn = decode_turn(
         decoder, inputs.input_ids, max_new_tokens, temperature=temperature, seed=seed
     )
-    return sequences, turn.new_tokens, turn.num_passes, turn.accept_lengths
+    return sequences, turn["new_tokens"], turn["decoding_steps"], turn["accept_lengths"]
 
 
 MT_BENCH = (

@@ -151,7 +151,11 @@ def test_accept_lengths_by_depth() -> None:
 
 def turn(text: str, seconds: float = 1.0) -> Turn:
     """Return an answer of one token per character."""
-    return Turn(text, len(text), 3, [2, 1], seconds, 0.25, len(text) + 1, 7, 64)
+    return {
+        "turns": text, "decoding_steps": 3, "new_tokens": len(text), "wall_time": seconds,
+        "accept_lengths": [2, 1], "prefill_time": 0.25, "num_emitted": len(text) + 1,
+        "num_prompt_tokens": 7, "limit": 64,
+    }  # fmt: skip
 
 
 def test_an_answer_file_is_gone_on_with(tmp_path: Path) -> None:
