@@ -13,7 +13,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, GenerateConfig
@@ -33,11 +32,8 @@ def run(config: GenerateConfig) -> None:
     from specheads.data.chat import Encoder
     from specheads.decoding.exported import choose_drafter, subject_of
     from specheads.decoding.generate import SpecDecoder, room
-    from specheads.models.support import tree_support
 
     subject = subject_of(config, None if config.plain else config.decode)
-    if tree_support(subject.base).kind == "chain":
-        config = replace(config, batch_size=1)  # its rows can only be decoded alone
     records = _records(config, has_template=subject.tokenizer.chat_template is not None)
     prompts = list(map(Encoder(subject.tokenizer).prompt, records))
     names = [record["id"] for record in records]
@@ -109,7 +105,7 @@ def _decode_all(
     num_new = sum(row["num_tokens"] for row in rows)
     length, rate = sum(lengths) / max(1, len(lengths)), num_new / seconds
     print(
-        f"{num_new} tokens for {len(prompts)} prompts in batches of {size}: "
+        f"{num_new} tokens for {len(prompts)} prompts in batches of up to {size}: "
         f"{length:.2f} tokens per step and prompt, {rate:.0f} tokens/s",
         file=sys.stderr,
     )

@@ -48,6 +48,7 @@ from specheads.decoding.loop import Settings, decode
 from specheads.decoding.result import DecodedRow, DecodeResult, OnTokens, pad_left
 from specheads.drafters.contract import Drafter
 from specheads.models.base import context_length, end_tokens, input_device
+from specheads.models.forward import thresholds
 from specheads.models.support import tree_support
 from specheads.system.errors import ConfigError, check
 from specheads.verification.sampling import Sampler
@@ -457,21 +458,27 @@ def decode_many(
     batch_size: int,
     **more: Any,
 ) -> Iterator[DecodedRow]:
-    """Decode prompts in batches; yield what came of each, in their order.
+    """Decode prompts in batches, as the model takes them; yield what came of each, in their order.
 
     Args:
         decoder: decodes; with its tokenizer.
         settings: how tokens are chosen; prompt n draws with their seed + n.
         prompts: token ids, all with room behind them (:func:`room`).
-        max_new_tokens: limit of each, less where the context ends; batches are of neighbours, as
-            seeds follow each other in a batch, with the same limit.
-        batch_size: prompts of a batch at most.
+        max_new_tokens: limit of each, less where the context ends.
+        batch_size: prompts of a batch at most. They are neighbours, as seeds follow each other in a
+            batch, with the same limit and on the same side of the model's position thresholds.
         **more: see :func:`decode_prompts`.
     """
-    limits = [min(max_new_tokens, room(decoder.base, prompt)) for prompt in prompts]
-    for limit, group in groupby(range(len(limits)), limits.__getitem__):
+    base, found = decoder.base, thresholds(decoder.base)
+    alike: list[tuple[int, int]] = []
+    for number, prompt in enumerate(prompts):
+        limit = min(max_new_tokens, room(base, prompt))
+        side = found.shared_side([(len(prompt), len(prompt) + limit)])
+        alike.append((limit, ~number if side is None else side))  # what crosses one is alone
+    rows = batch_size if tree_support(base).kind == "tree" else 1
+    for (limit, _), group in groupby(range(len(alike)), alike.__getitem__):
         members = list(group)
-        for start in range(0, len(members), batch_size):
-            batch = members[start : start + batch_size]
+        for start in range(0, len(members), rows):
+            batch = members[start : start + rows]
             texts, seed = [prompts[i] for i in batch], settings.seed + batch[0]
             yield from decode_prompts(decoder, settings, texts, limit, seed=seed, **more).rows

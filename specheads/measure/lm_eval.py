@@ -29,8 +29,6 @@ from specheads.decoding.conversation import text_of
 from specheads.decoding.generate import SpecDecoder, decode_many
 from specheads.measure.quality import log_likelihood, logits_at
 from specheads.models.base import context_length, end_tokens
-from specheads.models.forward import thresholds
-from specheads.models.support import tree_support
 from specheads.system import hardware
 from specheads.system.errors import EXIT_USAGE
 from specheads.system.terminal import stop
@@ -104,9 +102,7 @@ class _Methods:
             raise ConfigError(f"max_length is {length}, but the model's context is {context}")
         self._max_length = length or context
         self._eos = end_tokens(self.base, self.tokenizer)
-        # a model that verifies chains only decodes its rows alone
-        rows = 8 if batch_size.startswith("auto") else int(batch_size)
-        self._batch_size = rows if tree_support(self.base).kind == "tree" else 1
+        self._batch_size = 8 if batch_size.startswith("auto") else int(batch_size)
         self._lengths: list[int] = []
 
     def loglikelihood(
@@ -145,14 +141,11 @@ class _Methods:
         """
 
         def write() -> Iterator[str]:
-            asked = [request.args for request in requests]
-            plans = [_plan(settings, self._max_gen_toks) for _, settings in asked]
-            for plan, alike in groupby(range(len(asked)), plans.__getitem__):
+            plans = [_plan(request.args[1], self._max_gen_toks) for request in requests]
+            for plan, alike in groupby(range(len(plans)), plans.__getitem__):
                 numbers = list(alike)
-                for i in range(0, len(numbers), self._batch_size):
-                    batch = numbers[i : i + self._batch_size]
-                    contexts = [asked[n][0] for n in batch]
-                    yield from self._generate(contexts, plan, self._seed + batch[0])
+                contexts = [requests[n].args[0] for n in numbers]
+                yield from self._generate(contexts, plan, self._seed + numbers[0])
 
         return self._run("generate_until", requests, disable_tqdm, write())
 
@@ -250,9 +243,7 @@ class _Methods:
                 f"a task asks for {limit} new tokens, but the model's context is {self._max_length}"
             )
         rows = [self.encode(context)[-room:] or [self._first_token()] for context in contexts]
-        side = thresholds(self.base).shared_side([(len(row), len(row) + limit) for row in rows])
-        size, drawn = 1 if side is None else len(rows), replace(settings, seed=seed)
-        stop = until or None
+        drawn, size, stop = replace(settings, seed=seed), self._batch_size, until or None
         for row in decode_many(self.decoder, drawn, rows, limit, size, stop_strings=stop):
             self._lengths += row.accept_lengths
             yield _before_any(text_of(self.tokenizer, row.new_tokens), until)

@@ -18,6 +18,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from specheads.attention.cache import TreeCache
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError
+from specheads.config.commands import TextSettings
+from specheads.decoding import generate as doors
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.stream import Job, Stream, continue_prompts
 from specheads.drafters.lookup import NgramDrafter
@@ -158,6 +160,28 @@ def test_a_batch_on_several_sides_is_refused_before_anything_is_read(
     for run in (plain_decode, lambda *args, **kw: decode(args[0], NgramDrafter(), **kw)):
         with pytest.raises(ConfigError, match=rf"={THRESHOLD}\).* decode them one by one"):
             run(model, **padded([prompt(n) for n in lengths]), max_new_tokens=NUM_NEW)
+
+
+@pytest.mark.parametrize("name", THRESHOLD_MODELS)
+def test_neighbours_are_decoded_together_as_far_as_they_may_be(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents a file of prompts that ends with the first one of another side."""
+    monkeypatch.setattr(doors, "ending", lambda decoder: {"pad_token_id": 0})
+    asked: list[int] = []
+    real = doors.decode_prompts
+
+    def counted(decoder: Any, settings: Any, prompts: Any, *rest: Any, **more: Any) -> Any:
+        asked.append(len(prompts))
+        return real(decoder, settings, prompts, *rest, **more)
+
+    monkeypatch.setattr(doors, "decode_prompts", counted)
+    lengths = (10, 30, THRESHOLD - 4, THRESHOLD - 5, THRESHOLD + 1, 70)
+    ids = [prompt(n)[0].tolist() for n in lengths]
+    decoder, settings = doors.SpecDecoder(model_of(name), None), TextSettings(checkpoint="")
+    rows = doors.decode_many(decoder, settings, ids, NUM_NEW, 8)
+    assert [row.new_tokens for row in rows] == [plain(name, n) for n in lengths]
+    assert asked == [2, 1, 1, 2]
 
 
 TURNS = {  # tokens of the first prompt, its answer, and what comes behind it
