@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from specheads.config import BenchConfig, ConfigError, RunError
-from specheads.config.main import answer, answers_json, hydra_main
+from specheads.config.main import answer, answers_json, entry_point
 from specheads.system.errors import need
 from specheads.system.files import check_folder
 
@@ -118,9 +118,7 @@ def _check_outputs(config: BenchConfig) -> None:
         card.check(config.checkpoint)
 
 
-def main() -> None:
-    """Entry point."""
-    hydra_main("bench", BenchConfig, run)
+main = entry_point("bench", BenchConfig, run)
 
 
 if __name__ == "__main__":

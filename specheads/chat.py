@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from specheads.config import ChatConfig, ConfigError
-from specheads.config.main import hydra_main
+from specheads.config.main import entry_point
 
 
 def run(config: ChatConfig) -> None:
@@ -47,9 +47,7 @@ def run(config: ChatConfig) -> None:
     Chat(conversation).talk()
 
 
-def main() -> None:
-    """Entry point."""
-    hydra_main("chat", ChatConfig, run, literal=("system",))
+main = entry_point("chat", ChatConfig, run, literal=("system",))
 
 
 if __name__ == "__main__":

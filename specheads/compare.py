@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from specheads.config import CompareConfig, ConfigError
-from specheads.config.main import answer, answers_json, hydra_main
+from specheads.config.main import answer, answers_json, entry_point
 from specheads.system.files import check_folder
 
 
@@ -86,9 +86,7 @@ def _check_tokenizers(config: CompareConfig) -> None:
         check_same_tokenizer(own, other, f"candidates={name}")
 
 
-def main() -> None:
-    """Entry point."""
-    hydra_main("compare", CompareConfig, run, literal=("model",))
+main = entry_point("compare", CompareConfig, run, literal=("model",))
 
 
 if __name__ == "__main__":

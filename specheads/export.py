@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specheads.config import ConfigError, ExportConfig
-from specheads.config.main import answer, answers_json, hydra_main
+from specheads.config.main import answer, answers_json, entry_point
 from specheads.system.errors import one_of, refuse
 from specheads.system.files import made_for_now
 
@@ -120,9 +120,7 @@ def _check(config: ExportConfig) -> list[Record]:
     return read_jsonl(config.counted) if pruned else []
 
 
-def main() -> None:
-    """Entry point."""
-    hydra_main("export", ExportConfig, run)
+main = entry_point("export", ExportConfig, run)
 
 
 if __name__ == "__main__":

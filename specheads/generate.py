@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, GenerateConfig
-from specheads.config.main import answer, answers_json, hydra_main
+from specheads.config.main import answer, answers_json, entry_point
 from specheads.system.terminal import harmless, wants_color, write
 
 if TYPE_CHECKING:
@@ -129,9 +129,7 @@ def _records(config: GenerateConfig, *, has_template: bool) -> list[Record]:
     return [{"id": "prompt", "kind": "prompt", "messages": [{"role": "user", "content": prompt}]}]
 
 
-def main() -> None:
-    """Entry point."""
-    hydra_main("generate", GenerateConfig, run, literal=("prompt", "stop"))
+main = entry_point("generate", GenerateConfig, run, literal=("prompt", "stop"))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specheads.config import ConfigError, InitConfig, TrainConfig
 from specheads.config.compose import composed
-from specheads.config.main import hydra_main, tidy_arguments
+from specheads.config.main import entry_point, tidy_arguments
 from specheads.system.files import filled, write_whole
 
 
@@ -33,9 +33,7 @@ def run(config: InitConfig) -> None:
     print(f"wrote {output}; next: specheads train config={output} dry_run=true")
 
 
-def main() -> None:
-    """Compose, check, write."""
-    hydra_main("init", InitConfig, run, literal=("model", "data", "recipe", "output"))
+main = entry_point("init", InitConfig, run, literal=("model", "data", "recipe", "output"))
 
 
 if __name__ == "__main__":

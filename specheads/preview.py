@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from specheads.config import ConfigError, PreviewConfig, RunError
-from specheads.config.main import answer, answers_json, hydra_main
+from specheads.config.main import answer, answers_json, entry_point
 from specheads.system.terminal import harmless, wants_color, write
 
 if TYPE_CHECKING:
@@ -91,9 +91,7 @@ def _write(line: str) -> None:
     write(harmless(line) + "\n")
 
 
-def main() -> None:
-    """Entry point."""
-    hydra_main("preview", PreviewConfig, run, literal=("model",))
+main = entry_point("preview", PreviewConfig, run, literal=("model",))
 
 
 if __name__ == "__main__":

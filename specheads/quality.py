@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, QualityConfig
-from specheads.config.main import answer, answers_json, hydra_main
+from specheads.config.main import answer, answers_json, entry_point
 from specheads.system.files import check_folder
 from specheads.system.terminal import progress_bar
 
@@ -140,9 +140,7 @@ def load_original(config: QualityConfig, name: str, subject: Subject) -> PreTrai
     return original
 
 
-def main() -> None:
-    """Entry point."""
-    hydra_main("quality", QualityConfig, run, literal=("data",))  # to Hydra a group of conf/
+main = entry_point("quality", QualityConfig, run, literal=("data",))  # to Hydra a group of conf/
 
 
 if __name__ == "__main__":

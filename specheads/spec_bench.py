@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.config import ConfigError, SpecBenchConfig
-from specheads.config.main import answer, answers_json, hydra_main
+from specheads.config.main import answer, answers_json, entry_point
 from specheads.system.files import check_folder
 
 
@@ -114,9 +114,7 @@ def model_ids(config: SpecBenchConfig, names: Sequence[str], dtype: str) -> tupl
     return ours, plain
 
 
-def main() -> None:
-    """Entry point."""
-    hydra_main("spec_bench", SpecBenchConfig, run)
+main = entry_point("spec_bench", SpecBenchConfig, run)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.config import TreeSearchConfig
-from specheads.config.main import answer, answers_json, hydra_main
+from specheads.config.main import answer, answers_json, entry_point
 from specheads.system.files import check_folder
 from specheads.system.terminal import progress_bar
 
@@ -71,9 +71,7 @@ def _bar(name: str) -> Callable[[Sequence[int]], Any]:
     return lambda items: progress_bar("batch", iterable=items, desc=f"{name}: ")
 
 
-def main() -> None:
-    """Entry point."""
-    hydra_main("tree_search", TreeSearchConfig, run)
+main = entry_point("tree_search", TreeSearchConfig, run)
 
 
 if __name__ == "__main__":

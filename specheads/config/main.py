@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Any)
+Main = Callable[[], None]
 
 
 def tidy_arguments(argv: list[str], *, data_group: bool = True) -> list[str]:
@@ -225,6 +226,11 @@ def hydra_main(
     finally:
         if not wants_traceback:
             os.environ.pop("HYDRA_FULL_ERROR", None)
+
+
+def entry_point(name: str, schema: type[T], task: Callable[[T], None], **more: Any) -> Main:
+    """Return a command's ``main``: :func:`hydra_main` with these arguments."""
+    return functools.partial(hydra_main, name, schema, task, **more)
 
 
 def take_literals(argv: list[str], key: str) -> tuple[list[str], list[str]]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from specheads.config import RunError, ServeConfig
-from specheads.config.main import hydra_main
+from specheads.config.main import entry_point
 from specheads.system.errors import need
 
 
@@ -104,6 +104,4 @@ def serve(app: Any, bound: socket.socket, config: ServeConfig) -> None:
     uvicorn.Server(uvicorn.Config(app, **options)).run(sockets=[bound])
 
 
-def main() -> None:
-    """Entry point."""
-    hydra_main("serve", ServeConfig, run)
+main = entry_point("serve", ServeConfig, run)
