@@ -25,7 +25,6 @@ from specheads.config import ConfigError, EvaluateConfig, TrainConfig, TreeConfi
 from specheads.data.chat import Encoder
 from specheads.data.pack import Batch
 from specheads.data.schema import Record
-from specheads.decoding.exported import Subject
 from specheads.decoding.stream import continue_prompts
 from specheads.formats import card
 from specheads.measure import evaluate as evaluation
@@ -344,15 +343,15 @@ class Speculation:
             log.say(f"tree of {chosen.tree.num_nodes} nodes; exported to {export}")
             if not chosen.speculate:
                 log.say("slower than plain decoding on this machine: do not speculate here")
-            config, prompts = checkpoint.read_config(export), log.dir / "prompts.jsonl"
+            config = checkpoint.read_config(export)
             parts = base, checkpoint.as_loaded(heads, base), self.tokenizer, chosen.tree
             loaded = checkpoint.Export(*parts, config)
-            evaluation.write_prompts(prompts, self.records)
-            found = Outcome({})
+            evaluation.write_prompts(log.dir / "prompts.jsonl", self.records)
+            found, timed = Outcome({}), replace(self.heldout, budget=budget)
             log.doing("measuring accept length and speed")
             with measuring("accept length and speed"):
                 found = evaluation.final_evaluation(
-                    loaded, prompts, cfg.evaluate, budget, samples=cfg.log.samples
+                    timed, self.tokenizer, loaded, samples=cfg.log.samples
                 )
                 log.outcome(steps, found)
                 say_cut(log, found, len(self.records))
@@ -443,13 +442,11 @@ class Drafting:
                 f"held-out alpha {heldout['alpha']:.4f}, the share of drawn guesses that is"
                 f" accepted; loss {heldout['loss']:.4f} nats per token"
             )
-            prompts = log.dir / "prompts.jsonl"
-            evaluation.write_prompts(prompts, self.records)
-            found = Outcome({})
+            evaluation.write_prompts(log.dir / "prompts.jsonl", self.records)
+            found, timed = Outcome({}), replace(self.heldout, budget=budget)
             with measuring("accept length and speed"):
-                subject, samples = Subject(self.base, self.tokenizer), cfg.log.samples
                 found = evaluation.final_evaluation(
-                    subject, prompts, cfg.evaluate, budget, draft=exported, samples=samples
+                    timed, self.tokenizer, exported, samples=cfg.log.samples
                 )
                 log.outcome(steps, found)
                 say_cut(log, found, len(self.records))

@@ -20,18 +20,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError, EvaluateConfig, TreeConfig
 from specheads.decoding.costs import clock_drafts, clock_steps, expected_tokens, ratios, runner
-from specheads.decoding.exported import Subject
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.heads import static_drafter
 from specheads.drafters.length import FixedLength
 from specheads.measure.bench import Contest
-from specheads.measure.clock import Budget, Prompt, Runs, clock, prompts_of
+from specheads.measure.clock import Budget, Prompt, Runs, clock
 from specheads.measure.drafts import Alpha, agreement
 from specheads.measure.plots import tree_svg
 from specheads.measure.rows import accept_length_ci95, mean_accept_length, rep8, speed, whole
-from specheads.models.base import end_tokens
 from specheads.models.checkpoint import Export
 from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
@@ -66,25 +64,6 @@ class Heldout:
     evaluate: EvaluateConfig
     eos_token_ids: tuple[int, ...]
     budget: Budget = field(default_factory=Budget)
-
-    @classmethod
-    def read(
-        cls,
-        subject: Subject | Export,
-        path: Path,
-        evaluate: EvaluateConfig,
-        budget: Budget,
-        *others: PreTrainedModel,
-    ) -> Heldout:
-        """Return the prompts of a file that leave all models room, see :func:`write_prompts`.
-
-        Raises:
-            ConfigError: if no prompt fits.
-        """
-        base, tokenizer = subject.base, subject.tokenizer
-        limits = evaluate.num_prompts, evaluate.max_new_tokens
-        prompts, _ = prompts_of(base, tokenizer, path, *limits, *others)
-        return cls(base, prompts, evaluate, end_tokens(base, tokenizer), budget)
 
     def decode(self, drafters: Mapping[str, Drafter]) -> RunsAt:
         """Decode the prompts once at every temperature, plainly and with each of ``drafters``."""
@@ -268,7 +247,7 @@ def conditional_acceptance(
 
 
 def write_prompts(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write records so that :func:`prompts_of`, and ``bench prompts=``, read these very prompts.
+    """Write records so that ``bench prompts=`` reads these very prompts.
 
     Args:
         path: the .jsonl; replaced whole.
@@ -286,27 +265,23 @@ def write_prompts(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def final_evaluation(
-    subject: Export | Subject,
-    path: Path,
-    evaluate: EvaluateConfig,
-    budget: Budget | None = None,
+    heldout: Heldout,
+    tokenizer: PreTrainedTokenizerBase,
+    measured: Export | PreTrainedModel,
     *,
-    draft: PreTrainedModel | None = None,
     samples: int = 0,
 ) -> Outcome:
-    """Decode with an export, or with base and draft model, as users will.
+    """Decode with an export, or with a draft model, as users will.
 
-    What ``specheads.bench`` measures on the same prompts: given ``prompts``, ``num_prompts`` and
-    ``max_new_tokens`` of this call, the export's dtype and as many threads, it prints these accept
-    lengths in its row ``tree``. Where the export's tree was chosen on these prompts, as recipes do,
-    the figure is slightly flattering.
+    What ``specheads.bench`` measures on the same prompts: given what :func:`write_prompts` wrote of
+    them as ``prompts``, their ``num_prompts`` and ``max_new_tokens``, the export's dtype and as
+    many threads, it prints these accept lengths in its row ``tree``. Where the export's tree was
+    chosen on these prompts, as recipes do, the figure is slightly flattering.
 
     Args:
-        subject: loaded, in the dtype in question; an export where there is no draft model.
-        path: prompts, see :func:`specheads.measure.evaluate.write_prompts`.
-        evaluate: how many prompts and tokens, and at which temperatures.
-        budget: the time for it; see :class:`Heldout`.
-        draft: the draft model as it is exported.
+        heldout: prompts, base and limits.
+        tokenizer: of the base.
+        measured: heads and tree on that base, or a draft model, as it is exported.
         samples: texts to keep.
 
     Returns:
@@ -316,19 +291,16 @@ def final_evaluation(
         see :func:`sample_texts`, and the picture of the tree.
 
     Raises:
-        ConfigError: if no prompt fits, or the base ends every text with its first token.
+        ConfigError: if the base ends every text with its first token.
     """
-    others = [] if draft is None else [draft]
-    heldout = Heldout.read(subject, path, evaluate, budget or Budget(), *others)
-    picture = ""
-    if draft is not None:
-        name, (found, runs) = "chain", heldout.of_draft(draft)
-    else:
-        assert isinstance(subject, Export)
-        name, output, picture = "tree", output_layer(subject.base), tree_picture(subject)
-        by_name, runs = heldout.of_trees(subject.heads, output, {name: subject.tree})
+    if isinstance(measured, Export):
+        name, output, picture = "tree", output_layer(heldout.base), tree_picture(measured)
+        by_name, runs = heldout.of_trees(measured.heads, output, {name: measured.tree})
         found = by_name[name]
-    texts = sample_texts(heldout.prompts, runs, name, subject.tokenizer, samples)
+    else:
+        name, picture = "chain", ""
+        found, runs = heldout.of_draft(measured)
+    texts = sample_texts(heldout.prompts, runs, name, tokenizer, samples)
     return Outcome(_final(found, runs), texts, picture)
 
 

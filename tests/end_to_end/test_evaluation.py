@@ -14,8 +14,8 @@ from specheads.bench import run as bench
 from specheads.config import BenchConfig, TrainConfig, to_config
 from specheads.data.chat import Encoder
 from specheads.measure.clock import read_prompts
-from specheads.measure.evaluate import final_evaluation
-from specheads.models.base import context_length
+from specheads.measure.evaluate import Heldout, final_evaluation
+from specheads.models.base import context_length, end_tokens
 from specheads.models.checkpoint import load_export
 from specheads.training.setup import load_base, load_data, prompt_records
 from tests.end_to_end.commands import SHORT, on_files, start
@@ -52,7 +52,9 @@ def test_the_final_accept_length_is_the_benchs(
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     (final,) = [row for row in map(json.loads, lines) if "final/accept_length/t0" in row]
     assert final["step"] == cfg.steps
-    again = final_evaluation(export, path, cfg.evaluate).figures  # of what a user loads
+    ends = end_tokens(export.base, export.tokenizer)
+    heldout = Heldout(export.base, read, cfg.evaluate, ends)
+    again = final_evaluation(heldout, export.tokenizer, export).figures  # of what a user loads
     bench(
         BenchConfig(
             checkpoint=str(run_dir / "export"),
