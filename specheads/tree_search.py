@@ -41,16 +41,17 @@ def run(config: TreeSearchConfig) -> None:
     calibration, measured = two_sets(config, config.checkpoint, export.base, export.tokenizer)
     base, temperatures = export.base, sorted({config.temperature, 1.0})
     ids, ends = [each.input_ids for each in calibration], end_tokens(base, export.tokenizer)
-    texts = Texts(ids, ends, config.max_new_tokens, temperatures, config.seed)
+    limit, seed, bar = config.max_new_tokens, config.seed, _bar("calibrate")
+    texts = Texts(ids, ends, limit, temperatures, seed, bar)
     sizes = calibrate.Search(config.num_nodes, config.max_nodes, config.batch_size, config.repeats)
-    bar = _bar("calibrate")
-    found = calibrate.calibrate(base, export.heads, output_layer(base), texts, sizes, progress=bar)
+    found = calibrate.calibrate(base, export.heads, output_layer(base), texts, sizes)
     tree, length = found.tree, found.expected_accept_length
     measured_on = {**found.measured_on, "prompts_sha256": digest_of(calibration)}
     if measured:
-        unseen = replace(texts, prompts=[each.input_ids for each in measured])
+        ids = [each.input_ids for each in measured]
+        unseen = replace(texts, prompts=ids, progress=_bar("measure"))
         about = {"num_prompts": len(measured), "prompts_sha256": digest_of(measured)}
-        checked = calibrate.check_expected(export, found, unseen, _bar)
+        checked = calibrate.check_expected(export, found, unseen)
         measured_on["measured"] = about | checked
     set_tree(config.checkpoint, tree, length, measured_on)
     acceptance = measured_on.get("acceptance", [])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -121,7 +121,6 @@ def calibrate(
     output: OutputLayer,
     texts: hits.Texts,
     search: Search | None = None,
-    progress: hits.Progress = iter,
 ) -> Calibration:
     """Measure the heads on ``texts`` and return the tree with the most tokens per second.
 
@@ -138,7 +137,6 @@ def calibrate(
         texts: not those that will be reported on. Hits are pooled over their temperatures; steps
             are clocked at the first.
         search: sizes, and how to clock.
-        progress: wraps the batches of prompts, to show a bar.
 
     Raises:
         ValueError: if there are no prompts.
@@ -146,8 +144,8 @@ def calibrate(
     """
     search = search or Search()
     decoding = search.budget.part(0.5)
-    batches = lambda items: decoding.within(progress(items))  # noqa: E731
-    seen = hits.collect_hits(base, heads, output, texts, batches)
+    some = replace(texts, progress=lambda items: decoding.within(texts.progress(items)))
+    seen = hits.collect_hits(base, heads, output, some)
     measured_on: dict[str, Any] = {
         "num_prompts": len(seen),
         "num_positions": sum(len(text.ranks) for of_prompt in seen for text in of_prompt),
@@ -320,7 +318,7 @@ def format_calibration(measured_on: dict[str, Any], depth: int) -> str:
 
 
 def check_expected(
-    export: Export, found: Calibration, unseen: hits.Texts, progress: Callable[[str], hits.Progress]
+    export: Export, found: Calibration, unseen: hits.Texts
 ) -> dict[str, dict[str, Any]]:
     """Decode prompts that were not calibrated on, and compare accept lengths with the expected.
 
@@ -328,7 +326,6 @@ def check_expected(
         export: base model and heads.
         found: what :func:`calibrate` did, with the size of grown trees if it looked at any.
         unseen: the prompts, and how they are continued.
-        progress: from a drafter's name to what shows a bar.
     """
     base, heads, output = export.base, export.heads, output_layer(export.base)
     static = static_drafter(base, heads, output, found.tree)
@@ -339,7 +336,7 @@ def check_expected(
         drafters["dynamic"] = growing, grown["accept_length"]
     result = {}
     for name, (drafter, expected) in drafters.items():
-        gains = hits.decoded_gains(base, drafter, unseen, heads.num_heads, progress=progress(name))
+        gains = hits.decoded_gains(base, drafter, unseen, heads.num_heads)
         (length,) = gains.lengths()
         result[name] = {
             "accept_length": round(length, 4),

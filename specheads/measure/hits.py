@@ -161,6 +161,8 @@ class Texts:
         max_new_tokens: limit per prompt.
         temperatures: each prompt is continued at each of them.
         seed: prompt n is sampled with ``seed + n``.
+        progress: wraps the batches of prompts, to show a bar; where it ends early, only those
+            before are continued.
     """
 
     prompts: Sequence[Tensor]
@@ -168,20 +170,20 @@ class Texts:
     max_new_tokens: int = 64
     temperatures: Sequence[float] = (0.0, 1.0)
     seed: int = 0
+    progress: Progress = iter
 
     def decode(
-        self, base: PreTrainedModel, drafter: Drafter | None, progress: Progress
+        self, base: PreTrainedModel, drafter: Drafter | None
     ) -> Iterator[tuple[int, float, DecodedRow]]:
         """Yield the number of a prompt, the temperature and what came of it, for all texts.
 
         Args:
             base: base model.
             drafter: proposes; None decodes plainly.
-            progress: wraps the batches of prompts, to show a bar.
         """
         how: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
         how["eos_token_ids"] = tuple(self.eos_token_ids)
-        for first in progress(range(0, len(self.prompts), ROWS)):
+        for first in self.progress(range(0, len(self.prompts), ROWS)):
             input_ids, mask = pad_left(self.prompts[first : first + ROWS])
             for temperature in self.temperatures:
                 how["sampler"] = Sampler(temperature=temperature, seed=self.seed + first)
@@ -191,11 +193,7 @@ class Texts:
 
 
 def collect_hits(
-    base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
-    texts: Texts,
-    progress: Progress = iter,
+    base: PreTrainedModel, heads: Heads, output: OutputLayer, texts: Texts
 ) -> list[list[Hits]]:
     """Decode plainly from every prompt; return its hits, one text per temperature.
 
@@ -204,7 +202,6 @@ def collect_hits(
         heads: heads on its last hidden state.
         output: its output layer.
         texts: to write.
-        progress: wraps the batches of prompts; where it ends early, only those before are returned.
 
     Raises:
         ValueError: if there are no prompts.
@@ -213,7 +210,7 @@ def collect_hits(
     if not texts.prompts:
         raise ValueError("prompts must hold at least 1 prompt, got 0")
     found: list[list[Hits]] = [[] for _ in texts.prompts]
-    for number, temperature, row in texts.decode(base, None, progress):
+    for number, temperature, row in texts.decode(base, None):
         prompt, drawn = texts.prompts[number], Sampler(temperature, seed=texts.seed + number)
         found[number].append(measure_hits(base, heads, output, prompt, row, drawn))
     found = [of_prompt for of_prompt in found if of_prompt]
@@ -581,9 +578,7 @@ def drafter_gains(hits: AllHits, drafter: HeadsDrafter, temperatures: Sequence[f
     return count_gains(hits, lambda _, text: dynamic_sizes(text, most, temperatures), most)
 
 
-def decoded_gains(
-    base: PreTrainedModel, drafter: Drafter, texts: Texts, num_heads: int, progress: Progress = iter
-) -> Gains:
+def decoded_gains(base: PreTrainedModel, drafter: Drafter, texts: Texts, num_heads: int) -> Gains:
     """Decode, and return what one drafter really gained, M = 1.
 
     Of a text that is cut off the last steps, whose trees the limit may have cut off too, are not
@@ -594,10 +589,9 @@ def decoded_gains(
         drafter: proposes.
         texts: to write.
         num_heads: K, the depth of the deepest tree.
-        progress: wraps the batches of prompts, to show a bar.
     """
     tokens, steps = torch.zeros(2, len(texts.prompts), 1, dtype=torch.long)
-    for number, _, row in texts.decode(base, drafter, progress):
+    for number, _, row in texts.decode(base, drafter):
         known = texts.max_new_tokens - (0 if row.finished else num_heads + 1)
         roots = itertools.accumulate(row.accept_lengths, initial=0)
         counted = [n for n, at in zip(row.accept_lengths, roots, strict=False) if at < known]
