@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from specheads.config import ConfigError, QualityConfig
 from specheads.config.main import answer, answers_json, entry_point
 from specheads.system.files import check_folder
-from specheads.system.terminal import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,20 +47,18 @@ def run(config: QualityConfig) -> None:
     original = load_original(config, name, subject) if name else None
     models = [base] if original is None else [base, original]
     documents, left_out = quality.read_documents(data, tokenizer, models, config.num_records)
-    rounds, eos = (original is not None) + (not rule.lossless), end_tokens(base, tokenizer)
-    number = config.num_prompts if rounds else 0
+    number = 0 if original is None and rule.lossless else config.num_prompts
     prompts, digest = prompts_of(base, tokenizer, data, number, limit) if number else ([], "")
     texts = lossy = None
-    with progress_bar("text", total=len(documents) + rounds * len(prompts), leave=False) as bar:
-        readings = quality.read_answers(base, original, documents, bar.update)
-        how: dict[str, Any] = {"max_new_tokens": limit, "eos_token_ids": eos, "tick": bar.update}
-        if original is not None and prompts:
-            texts = quality.greedy_agreement(base, original, prompts, **how)
-        if not rule.lossless and prompts:
-            drafter = choose_drafter(subject, config.decode).drafter
-            how |= {"temperature": config.temperature, "seed": config.seed}
-            how["compile"] = config.decode.compile
-            lossy = quality.lossy_cost(base, drafter, rule, prompts, **how)
+    readings = quality.read_answers(base, original, documents)
+    how: dict[str, Any] = {"max_new_tokens": limit, "eos_token_ids": end_tokens(base, tokenizer)}
+    if original is not None and prompts:
+        texts = quality.greedy_agreement(base, original, prompts, **how)
+    if not rule.lossless and prompts:
+        drafter = choose_drafter(subject, config.decode).drafter
+        how |= {"temperature": config.temperature, "seed": config.seed}
+        how["compile"] = config.decode.compile
+        lossy = quality.lossy_cost(base, drafter, rule, prompts, **how)
     machine = environment(base.device)
     result: dict[str, Any] = {
         "environment": machine,

@@ -6,7 +6,7 @@ Every figure has a 95% interval, bootstrapped over records or prompts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from specheads.measure.identity import first_difference
 from specheads.measure.render import Columns, estimate, make_table
 from specheads.measure.rows import mean_accept_length, ratio_ci95, rep8
 from specheads.models.base import context_length, input_device
+from specheads.system.terminal import progress_bar
 from specheads.verification.sampling import Sampler
 
 _ROWS = 256  # rows that become float32 at a time: they are as wide as a vocabulary
@@ -90,17 +91,11 @@ def divergence(original: Tensor, tuned: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(distances).cpu(), torch.cat(same).cpu()
 
 
-Tick = Callable[[], object]
-
-
 Reading = dict[str, float]  # what models make of one record's answers, summed over their tokens
 
 
 def read_answers(
-    base: PreTrainedModel,
-    original: PreTrainedModel | None,
-    documents: Sequence[Encoded],
-    tick: Tick = lambda: None,
+    base: PreTrainedModel, original: PreTrainedModel | None, documents: Sequence[Encoded]
 ) -> list[Reading]:
     """Read held-out records with one model or two, each token given everything before it.
 
@@ -108,7 +103,6 @@ def read_answers(
         base: measured.
         original: what it was tuned from.
         documents: each with a token to predict, and no longer than the models' context.
-        tick: called after each.
 
     Returns:
         Of each document ``num_tokens`` of the answers, their ends included; over these ``loss``,
@@ -117,7 +111,7 @@ def read_answers(
         which both find the same one the likeliest.
     """
     found = []
-    for document in documents:
+    for document in progress_bar("record", iterable=documents, leave=False):
         ids: list[int] = document.input_ids.tolist()
         places = answer_places(document)
         tokens = [ids[place + 1] for place in places]
@@ -130,7 +124,6 @@ def read_answers(
             reading["loss_difference"] = reading["loss"] - reading["original_loss"]
             reading |= {"kl": float(kl.double().sum()), "same_best": float(same.sum())}
         found.append(reading)
-        tick()
     return found
 
 
@@ -212,8 +205,6 @@ def greedy_agreement(
     base: PreTrainedModel,
     original: PreTrainedModel,
     prompts: Sequence[Prompt],
-    *,
-    tick: Tick = lambda: None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Let both models continue the same prompts greedily, and compare the texts.
@@ -222,17 +213,15 @@ def greedy_agreement(
         base: base model.
         original: what it was tuned from.
         prompts: continued.
-        tick: called after every prompt.
         **settings: of the loop: ``max_new_tokens``, ``eos_token_ids``.
 
     Returns:
         What :func:`agreement` does.
     """
     ours, theirs = [], []
-    for prompt in prompts:
+    for prompt in progress_bar("prompt", iterable=prompts, leave=False):
         ours.append(plain_decode(base, prompt.input_ids, **settings).new_tokens)
         theirs.append(plain_decode(original, prompt.input_ids, **settings).new_tokens)
-        tick()
     return agreement(ours, theirs)
 
 
@@ -263,7 +252,6 @@ def lossy_cost(
     *,
     temperature: float,
     seed: int,
-    tick: Tick = lambda: None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Decode with a lossy rule, and plainly with the same seeds; let the base judge both.
@@ -278,7 +266,6 @@ def lossy_cost(
         prompts: continued.
         temperature: of the sampling; perplexity is always that of the unmodified distribution.
         seed: prompt n is sampled with ``seed + n``.
-        tick: called after every prompt.
         **settings: of both loops: ``max_new_tokens``, ``eos_token_ids``, ``compile``.
 
     Returns:
@@ -288,12 +275,11 @@ def lossy_cost(
         texts less than the exact ones, below 0 where it likes them more.
     """
     rows: dict[str, list[DecodedRow]] = {"lossy": [], "exact": []}
-    for n, prompt in enumerate(prompts):
+    for n, prompt in enumerate(progress_bar("prompt", iterable=prompts, leave=False)):
         chosen = {**settings, "sampler": Sampler(temperature=temperature, seed=seed + n)}
         lossy = decode(base, drafter, prompt.input_ids, acceptance=acceptance, **chosen)
         rows["lossy"] += lossy.rows
         rows["exact"] += plain_decode(base, prompt.input_ids, **chosen).rows
-        tick()
     found: dict[str, Any] = {"temperature": temperature}
     columns: list[list[float]] = []
     for name, of in rows.items():
