@@ -129,6 +129,37 @@ class Heldout:
                 found[at]["alpha"] = Alpha(texts).alpha
         return found, runs
 
+    def samples(
+        self, runs: RunsAt, drafter: str, tokenizer: PreTrainedTokenizerBase, number: int
+    ) -> list[dict[str, Any]]:
+        """Return what plain decoding and a drafter wrote, the temperatures in turn.
+
+        Args:
+            runs: of the first prompts, as far as there was time.
+            drafter: its name in ``runs``.
+            tokenizer: makes text of tokens, special ones included.
+            number: how many at most.
+
+        Returns:
+            ``prompt, temperature, plain, drafted, accept_lengths, identical``: texts, the tokens
+            that each verify step gained, and whether the tokens are the same.
+        """
+        found = (
+            {
+                "prompt": tokenizer.decode(prompt.input_ids[0].tolist()),
+                "temperature": float(at.removeprefix("t")),
+                "plain": tokenizer.decode(plain.new_tokens),
+                "drafted": tokenizer.decode(drafted.new_tokens),
+                "accept_lengths": drafted.accept_lengths,
+                "identical": plain.new_tokens == drafted.new_tokens,
+            }
+            for i, prompt in enumerate(self.prompts)
+            for at, of in runs.items()
+            if i < len(of["plain"].decoded)
+            for plain, drafted in [(of["plain"].decoded[i], of[drafter].decoded[i])]
+        )
+        return list(islice(found, number))
+
 
 def decode_heldout(heldout: Heldout, heads: Heads, output: OutputLayer) -> dict[str, float]:
     """Measure real acceptance: decode plainly, with a tree of ``evaluate.num_nodes``, and a chain.
@@ -288,7 +319,7 @@ def final_evaluation(
         Figures ``final/<figure>/t<temperature>`` of the export's tree, see
         :func:`specheads.measure.evaluate.figures`, or of the draft model, see
         :meth:`Heldout.of_draft`; lengths and intervals rounded as the bench rounds them. Samples,
-        see :func:`sample_texts`, and the picture of the tree.
+        see :meth:`Heldout.samples`, and the picture of the tree.
 
     Raises:
         ConfigError: if the base ends every text with its first token.
@@ -300,7 +331,7 @@ def final_evaluation(
     else:
         name, picture = "chain", ""
         found, runs = heldout.of_draft(measured)
-    texts = sample_texts(heldout.prompts, runs, name, tokenizer, samples)
+    texts = heldout.samples(runs, name, tokenizer, samples)
     return Outcome(_final(found, runs), texts, picture)
 
 
@@ -319,43 +350,6 @@ def _final(found: FiguresAt, runs: RunsAt) -> dict[str, float]:
         for at, of in found.items()
         for key, value in of.items()
     }
-
-
-def sample_texts(
-    prompts: Sequence[Prompt],
-    runs: Mapping[str, Mapping[str, Runs]],
-    drafter: str,
-    tokenizer: PreTrainedTokenizerBase,
-    num_samples: int,
-) -> list[dict[str, Any]]:
-    """Return what plain decoding and a drafter wrote, the temperatures in turn.
-
-    Args:
-        prompts: the first of them are those of ``runs``.
-        runs: ``t<temperature>`` -> method -> its runs; ``plain`` among the methods.
-        drafter: the method beside it.
-        tokenizer: makes text of tokens, special ones included.
-        num_samples: how many at most.
-
-    Returns:
-        ``prompt, temperature, plain, drafted, accept_lengths, identical``: texts, the tokens that
-        each verify step gained, and whether the tokens are the same.
-    """
-    found = (
-        {
-            "prompt": tokenizer.decode(prompt.input_ids[0].tolist()),
-            "temperature": float(at.removeprefix("t")),
-            "plain": tokenizer.decode(plain.new_tokens),
-            "drafted": tokenizer.decode(drafted.new_tokens),
-            "accept_lengths": drafted.accept_lengths,
-            "identical": plain.new_tokens == drafted.new_tokens,
-        }
-        for number, prompt in enumerate(prompts)
-        for at, of in runs.items()
-        if number < len(of["plain"].decoded)
-        for plain, drafted in [(of["plain"].decoded[number], of[drafter].decoded[number])]
-    )
-    return list(islice(found, num_samples))
 
 
 def tree_picture(export: Export) -> str:

@@ -23,7 +23,6 @@ from specheads.measure.evaluate import (
     Heldout,
     conditional_acceptance,
     decode_heldout,
-    sample_texts,
     write_prompts,
 )
 from specheads.measure.rows import rep8
@@ -194,7 +193,8 @@ def test_samples_are_told_apart(num_samples: int) -> None:
         },
     }
     tokenizer = cast(PreTrainedTokenizerBase, Letters())
-    rows = sample_texts(prompts, found, "tree", tokenizer, num_samples)
+    heldout = Heldout(cast(Any, None), prompts, EVALUATE, ())
+    rows = heldout.samples(found, "tree", tokenizer, num_samples)
     assert [tuple(row.values()) for row in rows] == [
         ("a", 0.0, "ef", "ef", [2], True),
         ("a", 0.7, "i", "klm", [3], False),
