@@ -25,7 +25,7 @@ def run(config: CompareConfig) -> None:
 
     from specheads.decoding.exported import load_subject
     from specheads.measure.clock import digest_of, two_sets
-    from specheads.measure.drafts import compare_drafts, format_compared, sampling_of
+    from specheads.measure.drafts import DraftComparison, format_compared, sampling_of
     from specheads.measure.render import disturbance_lines
     from specheads.models.base import input_device
     from specheads.models.draft import load_draft
@@ -48,7 +48,7 @@ def run(config: CompareConfig) -> None:
     options |= {"dtype": dtype, "device": input_device(subject.base), "trust_remote_code": trust}
     drafts = {name: load_draft(name, **options) for name in config.candidates}
     before = hardware.environment(device)
-    found = compare_drafts(subject, drafts, prompts, measured, config)
+    found = DraftComparison(subject, drafts, prompts, measured, config).run()
     digests = {"prompts_sha256": digest_of(prompts), "measured_sha256": digest_of(measured)}
     shown = {**asdict(config), **digests, "threads": threads}
     shown |= {"dtype": str(dtype).removeprefix("torch."), "sampling": sampling_of(config)}

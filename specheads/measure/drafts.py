@@ -266,70 +266,6 @@ class Prospect:
         return int(max(self.lengths, key=lambda row: float(row["predicted"]))["num_tokens"])
 
 
-def compare_drafts(
-    subject: Subject,
-    drafts: Mapping[str, PreTrainedModel],
-    prompts: Sequence[Prompt],
-    measured: Sequence[Prompt],
-    config: CompareConfig,
-) -> dict[str, Any]:
-    """Predict on ``prompts``, measure on ``measured``; return the body of compare.json.
-
-    Args:
-        subject: base model, in eval mode, and tokenizer.
-        drafts: draft models by name, with the base's tokenizer.
-        prompts: to measure alpha and costs on.
-        measured: others, to measure speed-ups on.
-        config: lengths, temperature, repeats and seed; prompt n is continued with ``seed + n``.
-
-    Returns:
-        ``disturbance`` (see :func:`specheads.measure.rows.disturbance`; of the steps that were
-        clocked, and of the measured texts), ``plain`` (the baseline's figures), ``verify_cost`` (T
-        by number of nodes, in plain steps), ``candidates`` in the given order, ``recommended`` (a
-        name, or None) and ``advice`` (lines).
-    """
-    limit, heat, repeats = config.max_new_tokens, config.temperature, config.repeats
-    contest = Contest.of(subject, limit)
-    methods = [contest.ours()]
-    with progress_bar("text", total=(len(drafts) + 1) * len(measured) * repeats) as bar:
-        begun = hardware.sample()
-        found = prospects(contest, drafts, prompts, config, bar)
-        predicted = hardware.sample()
-        bar.set_description("measure")
-        for i, (name, each) in enumerate(found.items()):
-            drafter = _chain(config, drafts[name], each.num_tokens)
-            methods.append(contest.ours(f"draft_{i}", drafter))
-        how: dict[str, Any] = {"repeats": repeats, "seed": config.seed + len(prompts)}
-        runs = clock(methods, measured, heat, tick=bar.update, **how)
-    plain = runs["plain"]
-    clocking = {"temperature": heat, "batch": 1, **hardware.between(begun, predicted)}
-    size = num_parameters(subject.base)
-    candidates = []
-    for i, (name, each) in enumerate(found.items()):
-        own = num_parameters(drafts[name])
-        about = {"name": name, "parameters": own, "times_smaller": round(size / own, 3)}
-        drafted = runs[f"draft_{i}"]
-        of = _candidate(each, drafted, plain, limit)
-        kinds = _kinds(each, drafted, plain, (prompts, measured), limit)
-        candidates.append({**about, **of, "per_kind": kinds})
-    verify = next(iter(found.values())).costs.verify
-    costs = zip(verify.sizes, verify.smoothed, strict=True)
-    best = recommended(candidates)
-    return {
-        "disturbance": report.disturbance([clocking, report.seen_beside(runs, heat)]),
-        "base": {"parameters": size},
-        "plain": {
-            "seconds": [round(sum(repeat), 6) for repeat in plain.seconds],
-            "new_tokens": sum(len(each.new_tokens) for each in plain.decoded),
-            "rep8": report.mean_rep8(plain),
-        },
-        "verify_cost": {str(n): round(cost, 4) for n, cost in costs},
-        "candidates": candidates,
-        "recommended": best,
-        "advice": advice(candidates, best, sampling_of(config)),
-    }
-
-
 def _candidate(prospect: Prospect, runs: Runs, plain: Runs, limit: int) -> dict[str, Any]:
     """Return what was predicted and measured of one draft model."""
     alpha, predicted = prospect.alpha, prospect.lengths[prospect.num_tokens - 1]
@@ -349,32 +285,6 @@ def _candidate(prospect: Prospect, runs: Runs, plain: Runs, limit: int) -> dict[
         "measured": measured,
         "predicted_over_measured": round(predicted["predicted"] / measured["speedup"], 4),
     }
-
-
-def prospects(
-    contest: Contest,
-    drafts: Mapping[str, PreTrainedModel],
-    prompts: Sequence[Prompt],
-    config: CompareConfig,
-    bar: Any,
-) -> dict[str, Prospect]:
-    """Clock all draft models in turn, measure alpha of each, and predict."""
-    bar.set_description("clock steps")
-    texts, limit = [prompt.input_ids for prompt in prompts], contest.max_new_tokens
-    makes = {name: partial(_chain, config, draft) for name, draft in drafts.items()}
-    middle = sorted(texts, key=lambda ids: ids.shape[1])[len(texts) // 2]
-    how: dict[str, Any] = {"max_new_tokens": min(limit, _CLOCK_TOKENS), "repeats": config.repeats}
-    how |= {"temperature": config.temperature, "max_tokens": config.max_tokens}
-    costs = clock_drafts(contest.base, makes, middle, **how)
-    how = {"max_new_tokens": limit, "eos_token_ids": contest.eos}
-    how |= {"temperature": config.temperature, "seed": config.seed}
-    found = {}
-    for name, draft in drafts.items():
-        bar.set_description(f"alpha of {name}")
-        alpha = measure_alpha(contest.base, draft, texts, **how)
-        rows = predictions(alpha, costs[name], config.max_tokens)
-        found[name] = Prospect(alpha, costs[name], rows)
-    return found
 
 
 def predictions(alpha: Alpha, costs: DraftCosts, max_tokens: int) -> list[dict[str, Any]]:
@@ -439,36 +349,109 @@ def num_proposed(decoded: DecodedRow, num_tokens: int, max_new_tokens: int) -> i
     return proposed
 
 
-def _kinds(
-    prospect: Prospect,
-    runs: Runs,
-    plain: Runs,
-    prompts: tuple[Sequence[Prompt], Sequence[Prompt]],
-    max_new_tokens: int,
-) -> dict[str, dict[str, Any]]:
-    """Return prediction and measurement per kind of prompt, where both have some.
+@dataclass(frozen=True)
+class DraftComparison:
+    """Draft models of one base, to be predicted on some prompts and measured on others.
 
-    Args:
-        prospect: what the first of ``prompts`` say of the draft model.
-        runs: of the draft model, on the second of ``prompts``.
-        plain: of plain decoding, on the same ones.
-        prompts: those predicted on, and those measured on.
-        max_new_tokens: the limit of all texts.
+    Attributes:
+        subject: base model, in eval mode, and tokenizer.
+        drafts: draft models by name, with the base's tokenizer.
+        prompts: to measure alpha and costs on.
+        measured: others, to measure speed-ups on.
+        config: lengths, temperature, repeats and seed; prompt n is continued with ``seed + n``.
     """
-    found, n = {}, prospect.num_tokens
-    kinds, measured = ([prompt.kind for prompt in each] for each in prompts)
-    for kind in sorted({*kinds} & {*measured}):
-        texts = zip(prospect.alpha.texts, kinds, strict=True)
-        own = Alpha([text for text, each in texts if each == kind])
-        rows = [i for i, each in enumerate(measured) if each == kind]
-        expected = predictions(own, prospect.costs, n)[-1]
-        found[kind] = {
-            "alpha": round(own.alpha, 4),
-            "predicted": expected["predicted"],
-            "predicted_accept_length": expected["accept_length"],
-            **figures(runs.only(rows), plain.only(rows), n, max_new_tokens),
+
+    subject: Subject
+    drafts: Mapping[str, PreTrainedModel]
+    prompts: Sequence[Prompt]
+    measured: Sequence[Prompt]
+    config: CompareConfig
+
+    def run(self) -> dict[str, Any]:
+        """Predict, then measure; return the body of compare.json.
+
+        Returns:
+            ``disturbance`` (see :func:`specheads.measure.rows.disturbance`; of the steps that were
+            clocked, and of the measured texts), ``plain`` (the baseline's figures), ``verify_cost``
+            (T by number of nodes, in plain steps), ``candidates`` in the given order,
+            ``recommended`` (a name, or None) and ``advice`` (lines).
+        """
+        config, heat, repeats = self.config, self.config.temperature, self.config.repeats
+        contest = Contest.of(self.subject, config.max_new_tokens)
+        methods = [contest.ours()]
+        texts = (len(self.drafts) + 1) * len(self.measured) * repeats
+        with progress_bar("text", total=texts) as bar:
+            begun = hardware.sample()
+            found = self._prospects(contest, bar)
+            predicted = hardware.sample()
+            bar.set_description("measure")
+            for i, (name, each) in enumerate(found.items()):
+                drafter = _chain(config, self.drafts[name], each.num_tokens)
+                methods.append(contest.ours(f"draft_{i}", drafter))
+            how: dict[str, Any] = {"repeats": repeats, "seed": config.seed + len(self.prompts)}
+            runs = clock(methods, self.measured, heat, tick=bar.update, **how)
+        plain = runs["plain"]
+        clocking = {"temperature": heat, "batch": 1, **hardware.between(begun, predicted)}
+        size = num_parameters(self.subject.base)
+        candidates = []
+        for i, (name, each) in enumerate(found.items()):
+            own, drafted = num_parameters(self.drafts[name]), runs[f"draft_{i}"]
+            about = {"name": name, "parameters": own, "times_smaller": round(size / own, 3)}
+            of = _candidate(each, drafted, plain, config.max_new_tokens)
+            candidates.append({**about, **of, "per_kind": self._kinds(each, drafted, plain)})
+        verify = next(iter(found.values())).costs.verify
+        costs = zip(verify.sizes, verify.smoothed, strict=True)
+        best = recommended(candidates)
+        return {
+            "disturbance": report.disturbance([clocking, report.seen_beside(runs, heat)]),
+            "base": {"parameters": size},
+            "plain": {
+                "seconds": [round(sum(repeat), 6) for repeat in plain.seconds],
+                "new_tokens": sum(len(each.new_tokens) for each in plain.decoded),
+                "rep8": report.mean_rep8(plain),
+            },
+            "verify_cost": {str(n): round(cost, 4) for n, cost in costs},
+            "candidates": candidates,
+            "recommended": best,
+            "advice": advice(candidates, best, sampling_of(config)),
         }
-    return found
+
+    def _prospects(self, contest: Contest, bar: Any) -> dict[str, Prospect]:
+        """Clock all draft models in turn, measure alpha of each, and predict."""
+        config, limit = self.config, contest.max_new_tokens
+        bar.set_description("clock steps")
+        texts = [prompt.input_ids for prompt in self.prompts]
+        makes = {name: partial(_chain, config, draft) for name, draft in self.drafts.items()}
+        middle = sorted(texts, key=lambda ids: ids.shape[1])[len(texts) // 2]
+        how: dict[str, Any] = {"max_new_tokens": min(limit, _CLOCK_TOKENS)}
+        how |= {"repeats": config.repeats, "temperature": config.temperature}
+        costs = clock_drafts(contest.base, makes, middle, max_tokens=config.max_tokens, **how)
+        how = {"max_new_tokens": limit, "eos_token_ids": contest.eos}
+        how |= {"temperature": config.temperature, "seed": config.seed}
+        found = {}
+        for name, draft in self.drafts.items():
+            bar.set_description(f"alpha of {name}")
+            alpha = measure_alpha(contest.base, draft, texts, **how)
+            rows = predictions(alpha, costs[name], config.max_tokens)
+            found[name] = Prospect(alpha, costs[name], rows)
+        return found
+
+    def _kinds(self, prospect: Prospect, runs: Runs, plain: Runs) -> dict[str, dict[str, Any]]:
+        """Return prediction and measurement per kind of prompt, where both have some."""
+        found, n = {}, prospect.num_tokens
+        kinds, measured = ([each.kind for each in of] for of in (self.prompts, self.measured))
+        for kind in sorted({*kinds} & {*measured}):
+            texts = zip(prospect.alpha.texts, kinds, strict=True)
+            own = Alpha([text for text, each in texts if each == kind])
+            rows = [i for i, each in enumerate(measured) if each == kind]
+            expected = predictions(own, prospect.costs, n)[-1]
+            found[kind] = {
+                "alpha": round(own.alpha, 4),
+                "predicted": expected["predicted"],
+                "predicted_accept_length": expected["accept_length"],
+                **figures(runs.only(rows), plain.only(rows), n, self.config.max_new_tokens),
+            }
+        return found
 
 
 _COMPARED: Columns = {
