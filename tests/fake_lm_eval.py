@@ -109,7 +109,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, type]:
     modules |= {each.__name__: each for each in (model, registry, program)}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(
-        vars(sys.modules["specheads.measure.lm_eval"]), "_registered", raising=False
-    )
+    sys.modules["specheads.measure.lm_eval"].register.cache_clear()
     return registered

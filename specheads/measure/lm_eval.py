@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -310,6 +311,7 @@ def _typed(key: str, value: Any) -> Any:
         ) from None
 
 
+@cache
 def register() -> type:
     """Make ``--model specheads`` known to lm-eval, and return its class.
 
@@ -323,13 +325,9 @@ def register() -> type:
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise
         raise ConfigError("lm-eval is not installed: pip install lm-eval") from None
-    known = globals().get("_registered")
-    if known is None or not issubclass(known, model.LM):
-        known = type("SpecheadsLM", (_Methods, model.LM), {"__doc__": _Methods.__doc__})
-        known = registry.register_model(NAME)(known)
-        globals()["_registered"] = known
-    assert isinstance(known, type)
-    return known
+    made = type("SpecheadsLM", (_Methods, model.LM), {"__doc__": _Methods.__doc__})
+    registered: type = registry.register_model(NAME)(made)
+    return registered
 
 
 def __getattr__(name: str) -> Any:

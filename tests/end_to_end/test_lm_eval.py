@@ -208,6 +208,7 @@ def test_a_missing_lm_eval_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A traceback about an optional package helps nobody."""
+    lm_eval.register.cache_clear()
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
