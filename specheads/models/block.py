@@ -39,7 +39,7 @@ from transformers import PreTrainedModel
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import Embed
 from specheads.models.blocks import Markov, ZeroLinear, normalised
-from specheads.models.head_cache import RowCache, Slots, last_places, rows_at
+from specheads.models.head_cache import RowCache, Slots, last_places, rows_at, visible
 from specheads.models.heads import Steps
 from specheads.models.kinds import Begin
 from specheads.models.layer_step import LayerStep, rotated
@@ -359,7 +359,7 @@ class BlockCache(RowCache):
         num_rows, num_new = tokens.shape
         tapped, context = heads.context(hidden)
         self.slots.reserve(self.lengths, num_new)
-        waves = self._waves(self.lengths, num_new, context.dtype)
+        waves = self.waves(self.lengths, num_new).to(context.dtype)
         width = heads.form.head_dim
         both = self.product(context).unflatten(-1, (2 * heads.num_inner, -1, width))
         parts = both.permute(2, 0, 3, 1, 4).unbind()  # 2 * L times [B, H, T, h]
@@ -373,25 +373,14 @@ class BlockCache(RowCache):
         roots = tokens.gather(1, last)  # [B, 1]
         x = heads.start(rows_at(tapped, last), roots, self.embed)[:, 0]  # [B, S, d]
         seen, mask = self.slots.reserve(lengths, heads.num_slots), None
-        waves = self._waves(lengths, heads.num_slots, x.dtype)
+        waves = self.waves(lengths, heads.num_slots).to(x.dtype)
         if num_rows > 1 or heads.form.window:
-            ends = torch.tensor(lengths, device=device)[:, None]
-            every = torch.arange(seen, device=device)
-            visible = every < ends + heads.num_slots
-            if heads.form.window:
-                visible &= every >= ends - heads.form.window
-            mask = visible[:, None, None]
+            final = torch.tensor(lengths, device=device)[:, None] + heads.num_slots - 1
+            window = heads.form.window and heads.form.window + heads.num_slots
+            mask = visible(final, seen, window)[:, None]
         for step, cache in zip(self.steps, self.slots.layers, strict=True):
             x = step(x, waves, partial(_beside, cache.update, mask))
         return replace(self, lengths=lengths), heads.finished(x[:, None])[:, :, 0]
-
-    def _waves(self, lengths: Sequence[int], num: int, dtype: torch.dtype) -> Tensor:
-        """Return the waves of ``num`` positions behind each row's text, [2, B, num, h]."""
-        waves = self.slots.waves
-        if len(lengths) == 1:
-            return waves[:, None, lengths[0] : lengths[0] + num].to(dtype)
-        starts = torch.tensor(lengths, device=waves.device)[:, None]
-        return waves[:, starts + torch.arange(num, device=waves.device)].to(dtype)
 
 
 def _beside(

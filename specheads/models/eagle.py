@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specheads.models.base import Embed
-from specheads.models.head_cache import RootCache, Slots, last_places, rows_at
+from specheads.models.head_cache import RootCache, RootWalk, Slots, last_places, rows_at, visible
 from specheads.models.kinds import Begin
 from specheads.models.output import OutputLayer, layers_of
 from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, attended
@@ -282,7 +282,7 @@ class EagleCache(RootCache):
         table = self.slots.waves
         keys, values = self.slots.layers[0].update(*layer.keys(side, table[:, places]))
         at = places.gather(1, asked)
-        mask = (torch.arange(seen, device=at.device) <= at[..., None])[:, None]
+        mask = visible(at, seen)[:, None]
 
         def attend(queries: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
             return attended(queries, keys, values, mask)
@@ -291,28 +291,21 @@ class EagleCache(RootCache):
         return heads.made(made)
 
 
-class EagleWalk:
-    """One step's way down a tree; to be called under ``torch.no_grad()``.
+class EagleWalk(RootWalk):
+    """One step's way down a tree.
 
     Args:
         logits: of states that the layer made [B, n, d], [B, n, V'].
         hidden: [B, d], what it made of the last position.
         root: [B], the tokens that came there.
         memory: of the texts up to there.
-
-    Attributes:
-        depth: of the nodes at hand.
-        tokens: [B, n], the nodes' own.
     """
 
     def __init__(
         self, logits: Callable[[Tensor], Tensor], hidden: Tensor, root: Tensor, memory: EagleCache
     ) -> None:
-        self._logits, self._memory = logits, memory
-        self.depth, self.tokens = 0, root[:, None]
-        self._made = hidden[:, None]  # [B, n, d], of the nodes at hand
-        # [B, n, N]: which nodes have which other, without the root, for ancestor or are the same
-        self._lines = torch.ones(len(root), 1, 0, dtype=torch.bool, device=root.device)
+        super().__init__(root, memory)
+        self._logits, self._made = logits, hidden[:, None]  # [B, n, d], of the nodes at hand
 
     def logits(self) -> Tensor:
         """Return what is guessed below the nodes at hand, [B, n, V']."""
@@ -326,23 +319,13 @@ class EagleWalk:
             parents: the places of their parents among the n nodes at hand, [n'] where all rows
                 share them, else [B, n']; None where node for node follows.
         """
-        memory, heads = self._memory, self._memory.heads
-        num_rows, num_new = tokens.shape
-        if parents is None:
-            parents = torch.arange(num_new, device=tokens.device)
-        parents = parents.expand(num_rows, -1)
-        own = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(num_rows, -1, -1)
-        lines = torch.cat([rows_at(self._lines, parents), own], dim=2)
-        num_before, num_nodes = self._lines.shape[2], lines.shape[2]
-        self.depth, self.tokens, self._lines = self.depth + 1, tokens, lines
+        memory, heads, num_before = self._memory, self._memory.heads, self._lines.shape[2]
+        parents = self.go_to(tokens, parents)
         x, side = heads.read(rows_at(self._made, parents), tokens, memory.embed)
         # behind those of the levels above, which lie behind each row's text
-        seen = memory.slots.reserve([n + num_before for n in memory.lengths], num_new)
-        ends = memory.ends[:, None]
-        slots = torch.arange(seen, device=ends.device)
-        certain = (slots < ends)[:, None].expand(-1, num_new, -1)
-        behind = (ends + torch.arange(num_nodes, device=ends.device))[:, None].expand_as(lines)
-        mask = certain.scatter(2, behind, lines)[:, None]
+        num_new, ends = tokens.shape[1], memory.ends[:, None]
+        num_slots = memory.slots.reserve([n + num_before for n in memory.lengths], num_new)
+        mask = self.seen(visible(ends - 1, num_slots), self._lines)[:, None]
         places = (ends + self.depth - 1).expand(-1, num_new)
         layer, cache = heads.layer, memory.slots.layers[0]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,13 +26,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from specheads.attention.cache import RowEnds, TreeLayer, grown_capacity
+from specheads.attention.mask import attend_folded
 from specheads.models.base import Embed
 from specheads.models.layer_step import rotated
 from specheads.models.manifest import first_line
 from specheads.models.packed import Kept
-
-_JOINT = 16  # positions; beyond, queries that nobody asks about are not computed
-_SPAN = 512  # positions that attend at once: bounds the mask of a long prompt
 
 WINDOWED = ("full_attention", "sliding_attention")  # kinds of attention that the caches know
 # (block, the norm behind it or None) per layer, in groups that read the same hidden states
@@ -115,24 +113,20 @@ class Stack:
             layer: keys and values [B, n * H, C, h] of these layers; written to.
             every: return [n, N, d], and not [n, B, d] at the last positions.
         """
-        last = slice(None) if every else step.last
-        normed = self._normed(hidden)
-        size = self.num_keys * self.width
-        if every or len(hidden) <= _JOINT:
-            read = self._read(normed, 0, None)
-            turned = self._turned(read[:, size:], step.waves, 0)
-            new_keys, queries = turned[:, : self.num_keys], turned[last, self.num_keys :]
-        else:
-            read = self._read(normed, 0, 2 * size)
-            new_keys = self._turned(read[:, size:], step.waves, 0)
-            queries = self._read(normed[last], 2 * size, None)
-            queries = self._turned(queries, step.waves[:, last], self.num_keys)
-        new_values = read[:, :size].unflatten(1, (self.num_keys, self.width))
+        asked, seen = (slice(None), step.seen) if every else (step.last, step.last_seen)
+        read = _product(self.read[None], self._normed(hidden)[None], self.read_bias)[0]
+        shaped = read.unflatten(1, (-1, self.width))  # [N, (2 + G) * n * H, h]
+        new_values, turned = shaped[:, : self.num_keys], shaped[:, self.num_keys :]
+        if self.turned_norm is not None:
+            turned = self._normed(turned) * self.turned_norm
+        turned = rotated(turned, step.waves[:, :, None])
         # [N, n * H, h] as a cache takes them, [B, n * H, T, h]
-        new = (each.unflatten(0, (step.num_rows, -1)) for each in (new_keys, new_values))
-        keys, values = layer.update(*(each.transpose(1, 2) for each in new))
-        found = self._attend(queries, step, keys, values, every=every)
-        output = _product(self.out, found, hidden[last])
+        new = (step.by_row(each) for each in (turned[:, : self.num_keys], new_values))
+        keys, values = layer.update(*new)
+        queries = step.by_row(turned[asked, self.num_keys :])  # [B, n * H * G, positions, h]
+        found = attend_folded(queries, keys, values, seen, self.scale, {})
+        found = found.unflatten(1, (len(self.out), -1)).permute(1, 0, 3, 2, 4)
+        output = _product(self.out, found.flatten(1, 2).flatten(2), hidden[asked])
         if self.out_bias is not None:
             output = output + self.out_bias
         inner = _product(self.up, self._normed(output), self.up_bias)
@@ -146,51 +140,6 @@ class Stack:
 
     def _normed(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], eps=self.epsilon)
-
-    def _read(self, normed: Tensor, first: int, end: int | None) -> Tensor:
-        """Return rows ``first`` to ``end`` of what is made of ``normed`` [N, d], [N, rows]."""
-        bias = None if self.read_bias is None else self.read_bias[:, first:end]
-        return _product(self.read[None, first:end], normed[None], bias)[0]
-
-    def _turned(self, read: Tensor, waves: Tensor, first: int) -> Tensor:
-        """Return keys or queries [N, heads, h], normed and rotated.
-
-        Args:
-            read: [N, heads * h].
-            waves: [2, N, h].
-            first: the place of the first of them among all keys and queries.
-        """
-        shaped = read.unflatten(1, (-1, self.width))
-        if self.turned_norm is not None:
-            norm = self.turned_norm[first : first + shaped.shape[1]]
-            shaped = self._normed(shaped) * norm
-        return rotated(shaped, waves[:, :, None])
-
-    def _attend(
-        self, queries: Tensor, step: Step, keys: Tensor, values: Tensor, *, every: bool
-    ) -> Tensor:
-        """Return what queries [positions, n * H * G, h] read, [n, positions, G * H * h].
-
-        Queries that share a key head lie one behind the other in the query's length.
-        """
-        groups = queries.shape[1] // self.num_keys
-        queries = queries.unflatten(0, (step.num_rows, -1)).unflatten(2, (self.num_keys, groups))
-        queries = queries.permute(0, 2, 3, 1, 4).contiguous()  # [B, n * H, G, positions, h]
-        found = []
-        for places, slots, mask in step.spans(every=every):
-            if mask is not None and mask.shape[2] > 1:
-                mask = mask.repeat(1, 1, groups, 1)
-            read = F.scaled_dot_product_attention(
-                queries[:, :, :, places].flatten(2, 3),
-                keys[:, :, slots],
-                values[:, :, slots],
-                attn_mask=mask,
-                scale=self.scale,
-            )
-            found.append(read.unflatten(2, (groups, -1)))
-        together = found[0] if len(found) == 1 else torch.cat(found, dim=3)
-        together = together.unflatten(1, (len(self.out), -1))  # [B, n, H, G, positions, h]
-        return together.permute(1, 0, 4, 2, 3, 5).reshape(len(self.out), -1, self.out.shape[2])
 
 
 def _product(weight: Tensor, x: Tensor, added: Tensor | None) -> Tensor:
@@ -302,6 +251,14 @@ class RowCache:
         slots = self.slots.join(other.slots, len(self.lengths))
         return replace(self, slots=slots, lengths=self.lengths + other.lengths)
 
+    def waves(self, lengths: Sequence[int], num: int) -> Tensor:
+        """Return the waves [2, B, num, h] of ``num`` positions behind so many in each row."""
+        waves = self.slots.waves
+        if len(lengths) == 1:
+            return waves[:, None, lengths[0] : lengths[0] + num]
+        starts = torch.tensor(lengths, device=waves.device)[:, None]
+        return waves[:, starts + torch.arange(num, device=waves.device)]
+
     def grown(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Return the lengths with ``counts[b]`` positions more in each row."""
         return tuple(n + count for n, count in zip(self.lengths, counts, strict=True))
@@ -355,9 +312,64 @@ class RootCache(RowCache):
         return replace(cache, lengths=tuple(lengths), ends=ends, root=root)
 
 
+class RootWalk:
+    """One step's way down a tree behind what a cache remembers; under ``torch.no_grad()``.
+
+    Args:
+        root: [B], the last certain tokens.
+        memory: of the texts up to there.
+
+    Attributes:
+        depth: of the nodes at hand.
+        tokens: [B, n], the nodes' own.
+    """
+
+    def __init__(self, root: Tensor, memory: Any) -> None:
+        self._memory = memory
+        self.depth, self.tokens = 0, root[:, None]
+        # [B, n, N]: which nodes have which other, without the root, for ancestor or are the same
+        self._lines = torch.ones(len(root), 1, 0, dtype=torch.bool, device=root.device)
+
+    def go_to(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
+        """Go to nodes one deeper; return the places [B, n'] of their parents, as ``descend``."""
+        num_rows, num_new = tokens.shape
+        if parents is None:
+            parents = torch.arange(num_new, device=tokens.device)
+        parents = parents.expand(num_rows, -1)
+        own = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(num_rows, -1, -1)
+        self._lines = torch.cat([rows_at(self._lines, parents), own], dim=2)
+        self.depth, self.tokens = self.depth + 1, tokens
+        return parents
+
+    def seen(self, certain: Tensor, lines: Tensor) -> Tensor:
+        """Return which slots nodes see, [B, n, L]: of a text, and of the tree behind it.
+
+        Args:
+            certain: [B, 1 or n, L], of the text.
+            lines: [B, n, N], of the tree's nodes.
+        """
+        ends: Tensor = self._memory.ends[:, None]
+        behind = ends + torch.arange(lines.shape[2], device=ends.device)
+        certain = certain.expand(-1, lines.shape[1], -1)
+        return certain.scatter(2, behind[:, None].expand_as(lines), lines)
+
+
 def last_places(counts: Sequence[int], device: torch.device) -> Tensor:
     """Return the places [B, 1] of the last of ``counts[b]`` positions; the first where none is."""
     return torch.tensor([max(count, 1) - 1 for count in counts], device=device)[:, None]
+
+
+def visible(places: Tensor, num_slots: int, window: int | None = None) -> Tensor:
+    """Return which slots of a text are seen from ``places`` [B, Q], [B, Q, num_slots].
+
+    Args:
+        places: slots, whose own and earlier ones are seen.
+        num_slots: there are.
+        window: how many of these are seen, the own included; None for all.
+    """
+    behind = places[..., None] - torch.arange(num_slots, device=places.device)
+    seen = behind >= 0
+    return seen & (behind < window) if window else seen
 
 
 def rows_at(states: Tensor, places: Tensor) -> Tensor:
@@ -426,8 +438,19 @@ class LayerCache(RowCache):
             The cache with them, and what the heads read, [K, B, d] or [B, d], at each row's last
             position: ``heads.contextual`` of the whole text there.
         """
-        self.slots.reserve(self.lengths, hidden.shape[1])
-        step = Step(self, counts, hidden.shape[1])
+        num_rows, num_new = hidden.shape[:2]
+        num_slots = self.slots.reserve(self.lengths, num_new)
+        starts = torch.tensor(self.lengths, device=hidden.device)[:, None]
+        last = last_places(counts, hidden.device)
+        seen = last_seen = None
+        if len(self.stacks) > 1:  # all new positions ask
+            places = starts + torch.arange(num_new, device=hidden.device)
+            seen = visible(places, num_slots, self.window)[:, None]
+        if self.window or num_rows > 1:  # else the last position sees all slots
+            last_seen = visible(starts + last, num_slots, self.window)[:, None]
+        rows = torch.arange(num_rows, device=hidden.device)
+        waves = self.waves(self.lengths, num_new).flatten(1, 2)
+        step = Step(num_rows, waves, rows * num_new + last[:, 0], seen, last_seen)
         source = hidden.to(self.stacks[0].down.dtype).flatten(0, 1)  # [B * T, d]
         found = []
         for stack, layer in zip(self.stacks, self.slots.layers, strict=True):
@@ -439,6 +462,28 @@ class LayerCache(RowCache):
         features = found[0] if len(found) == 1 else torch.cat(found)
         cache = replace(self, lengths=self.grown(counts))
         return cache, features[0] if self.single else features
+
+
+class Step(NamedTuple):
+    """Where the N = B * T positions of one ``append`` go, and what they see.
+
+    Attributes:
+        num_rows: B.
+        waves: [2, N, h], theirs.
+        last: [B], places of the rows' last ones among all.
+        seen: [B, 1, T, C], which slots each of them sees; None where nobody asks at all of them.
+        last_seen: [B, 1, 1, C], which slots the last ones see; None for all.
+    """
+
+    num_rows: int
+    waves: Tensor
+    last: Tensor
+    seen: Tensor | None
+    last_seen: Tensor | None
+
+    def by_row(self, states: Tensor) -> Tensor:
+        """Return keys and the like [positions, heads, h] as [B, heads, positions of a row, h]."""
+        return states.unflatten(0, (self.num_rows, -1)).transpose(1, 2)
 
 
 Copies = tuple[tuple[Stack, ...], Callable[[int], Tensor]]  # and what makes their waves
@@ -465,74 +510,6 @@ def _waves(rotary: nn.Module, like: Tensor, capacity: int) -> Tensor:
     cos, sin = (each[0] for each in rotary(like, torch.arange(capacity, device=like.device)[None]))
     half = sin.shape[1] // 2
     return torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], dim=1)])
-
-
-class Step:
-    """Where the positions of one ``append`` go, and what they see.
-
-    Args:
-        cache: with room for them.
-        counts: per row how many are real.
-        num_new: T.
-
-    Attributes:
-        last: places of the rows' last ones among all.
-        waves: [2, B * T, h], theirs.
-    """
-
-    def __init__(self, cache: LayerCache, counts: Sequence[int], num_new: int) -> None:
-        before, waves = cache.lengths, cache.slots.waves
-        device = self._device = waves.device
-        final = [max(count, 1) - 1 for count in counts]
-        self.num_new, self.num_rows = num_new, len(before)
-        self._window, self._first, self._longest = cache.window, min(before), max(before)
-        self._starts: int | Tensor = before[0]
-        self._spans: list[tuple[slice, slice, Tensor | None]] | None = None
-        self.last: slice | Tensor
-        if self.num_rows == 1:
-            self._position = before[0] + final[0]
-            self.last = slice(final[0], final[0] + 1)
-            self.waves = waves[:, before[0] : before[0] + num_new]
-            return
-        starts, ends = torch.tensor([before, final], device=device)
-        self._starts, self._ends = starts[:, None], (starts + ends)[:, None]
-        self.last = torch.arange(self.num_rows, device=device) * num_new + ends
-        self.waves = waves[:, (self._starts + torch.arange(num_new, device=device)).flatten()]
-
-    def spans(self, *, every: bool) -> list[tuple[slice, slice, Tensor | None]]:
-        """Return who attends to what: places among a row's queries, slots, and their mask.
-
-        Masks are [B or 1, 1, queries, slots]; None where all slots are seen.
-
-        Args:
-            every: all new positions ask, and not each row's last one only.
-        """
-        if self.num_rows == 1 and (self.num_new == 1 or not every):
-            return [(slice(0, 1), self._seen(self._position, self._position + 1), None)]
-        if not every:
-            return [self._span(slice(0, 1), self._ends, 0, self._longest + self.num_new)]
-        if self._spans is None:  # the same for all layers
-            self._spans = []
-            for first in range(0, self.num_new, _SPAN):
-                end = min(first + _SPAN, self.num_new)
-                at = self._starts + torch.arange(first, end, device=self._device)[None]
-                bounds = self._first + first, self._longest + end
-                self._spans.append(self._span(slice(first, end), at, *bounds))
-        return self._spans
-
-    def _seen(self, first: int, end: int) -> slice:
-        """Return the slots before ``end`` that a position at ``first`` or later may see."""
-        return slice(0 if self._window is None else max(0, first + 1 - self._window), end)
-
-    def _span(
-        self, places: slice, positions: Tensor, first: int, end: int
-    ) -> tuple[slice, slice, Tensor]:
-        seen = self._seen(first, end)
-        slots = torch.arange(seen.start, end, device=positions.device)
-        mask = slots <= positions[..., None]
-        if self._window is not None:
-            mask &= slots > positions[..., None] - self._window
-        return places, seen, mask[:, None]
 
 
 _NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")

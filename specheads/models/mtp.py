@@ -527,10 +527,7 @@ class TextCache(head_cache.RootCache):
         num_new = tokens.shape[1]
         seen = self.slots.reserve(self.lengths, num_new)
         places = self.ends[:, None] + torch.arange(num_new, device=device)  # [B, T]
-        distances = places[..., None] - torch.arange(seen, device=device)  # [B, T, L]
-        allowed = distances >= 0
-        if self.window is not None:
-            allowed &= distances < self.window
+        allowed = head_cache.visible(places, seen, self.window)  # [B, T, L]
         mask = additive(allowed, self.root.dtype)
         waves = _at(self.slots.waves, places)
         embedded = self.embed(tokens).to(self.root.dtype)
@@ -561,31 +558,27 @@ def hide(mask: Tensor, which: Tensor) -> Tensor:
     return mask.masked_fill_(which, torch.finfo(mask.dtype).min)
 
 
-class MtpWalk:
-    """One step's way down the tree; to be called under ``torch.no_grad()``.
+class MtpWalk(head_cache.RootWalk):
+    """One step's way down the tree.
 
     Args:
         logits: maps a module's number and what the module makes [B, n, d] to logits [B, n, V].
         hidden: [K, B, d], what the modules make of the roots.
         root: [B], the last certain tokens.
         memory: of the texts up to there.
-
-    Attributes:
-        depth: of the nodes at hand.
-        tokens: [B, n], the nodes' own.
     """
 
     def __init__(
         self, logits: Callable[..., Tensor], hidden: Tensor, root: Tensor, memory: TextCache
     ) -> None:
-        self._logits, self._hidden, self._memory = logits, hidden, memory
-        self.depth, self.tokens = 0, root[:, None]
+        super().__init__(root, memory)
+        self._logits, self._hidden = logits, hidden
         self._made = hidden[0][:, None]  # [B, 1 + N, d], of this level's module, root first
+        # of all nodes but the root
         self._embedded = hidden.new_zeros(len(root), 0, hidden.shape[-1])
         self._above = root.new_zeros(len(root), 0)  # [B, N], places of parents, 0 the root
         self._depths: list[int] = []
-        # whether a node has another, root first, for ancestor or is the same
-        self._lines = torch.ones(len(root), 1, 1, dtype=torch.bool, device=root.device)
+        self._every = self._lines[:, :0]  # [B, N, N], the lines of all levels
 
     def logits(self) -> Tensor:
         """Return what the module of this level says at its nodes, [B, n, V]."""
@@ -599,38 +592,30 @@ class MtpWalk:
             parents: the places of their parents among the n nodes at hand, [n'] where all rows
                 share them, else [B, n']; None where node for node follows.
         """
-        depth, num_rows, num_new = self.depth + 1, *tokens.shape
-        first = self._lines.shape[1] - self.tokens.shape[1]
-        if parents is None:
-            parents = torch.arange(num_new, device=tokens.device)
-        above = (first + parents).expand(num_rows, -1)
-        lines = head_cache.rows_at(self._lines, above)
-        own = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(num_rows, -1, -1)
-        lines = torch.cat([F.pad(self._lines, (0, num_new)), torch.cat([lines, own], 2)], dim=1)
-        self._lines, self._above = lines, torch.cat([self._above, above], dim=1)
+        first, num_new = self._made.shape[1] - self.tokens.shape[1], tokens.shape[1]
+        above = first + self.go_to(tokens, parents)
+        self._every = torch.cat([F.pad(self._every, (0, num_new)), self._lines], dim=1)
+        self._above = torch.cat([self._above, above], dim=1)
         embedded = self._memory.embed(tokens).to(self._made.dtype)
         self._embedded = torch.cat([self._embedded, embedded], dim=1)
-        self._depths += [depth] * num_new
-        self.depth, self.tokens = depth, tokens
-        self._made = torch.cat([self._hidden[depth][:, None], self._run(depth)], dim=1)
+        self._depths += [self.depth] * num_new
+        self._made = torch.cat([self._hidden[self.depth][:, None], self._run(self.depth)], dim=1)
 
     def _run(self, module: int) -> Tensor:
         """Return what a module makes of all nodes but the root, [B, N, d]."""
-        memory = self._memory
-        ends, num_nodes = memory.ends[:, None], len(self._depths)
-        seen = memory.slots.reserve(memory.lengths, num_nodes)
-        depths = torch.tensor(self._depths, device=ends.device)
-        places = ends - 1 + depths  # [B, N], slots that they would have if certain
-        slots = torch.arange(seen, device=ends.device)
+        memory, num_nodes = self._memory, len(self._depths)
+        num_slots = memory.slots.reserve(memory.lengths, num_nodes)
+        depths = torch.tensor(self._depths, device=memory.ends.device)
+        places = memory.ends[:, None] - 1 + depths  # [B, N], slots that they would have if certain
+        slots = torch.arange(num_slots, device=places.device)
+        certain = head_cache.visible(places, num_slots, memory.window)
         # module k has nothing in its first k slots, but in short texts it begins in the tree
-        certain = ((slots >= module) & (slots < ends))[:, None].expand(-1, num_nodes, -1)
-        itself = torch.eye(num_nodes, dtype=torch.bool, device=ends.device)
-        lines = self._lines[:, 1:, 1:] & ((places >= module)[:, None] | itself)
+        certain &= ((slots >= module) & (slots < memory.ends[:, None]))[:, None]
+        itself = torch.eye(num_nodes, dtype=torch.bool, device=places.device)
+        lines = self._every & ((places >= module)[:, None] | itself)
         if memory.window is not None:
-            certain = certain & (places[..., None] - slots < memory.window)
-            lines = lines & (depths[:, None] - depths < memory.window)
-        behind = (ends + torch.arange(num_nodes, device=ends.device))[:, None].expand_as(lines)
-        mask = additive(certain.scatter(2, behind, lines), memory.root.dtype)
+            lines &= depths[:, None] - depths < memory.window
+        mask = additive(self.seen(certain, lines), memory.root.dtype)
         waves, layer = _at(memory.slots.waves, places), memory.slots.layers[module]
         before = head_cache.rows_at(self._made, self._above)
         return memory.run(module, before, self._embedded, mask, places, waves, layer)[1]
