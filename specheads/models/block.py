@@ -97,25 +97,6 @@ def joined_taps(num_base: int, num_taps: int) -> tuple[int, ...]:
     return (*sorted({min(max(place, 0), num_base - 2) for place in places if num_base > 1}), -1)
 
 
-class BlockLayer(TappedLayer):
-    """A layer with norms of queries and keys, as Qwen3's, that reads context states too."""
-
-    def __init__(self, size: int, form: BlockForm) -> None:
-        super().__init__(size, form, size, normed=True)
-
-    def forward(self, x: Tensor, waves: Tensor, join: Join, mask: Tensor | None) -> Tensor:
-        """Map slots [B, Q, d].
-
-        Args:
-            x: the slots.
-            waves: [2, B, Q, h], of their positions.
-            join: puts the slots' own keys and values [B, H, Q, h] behind those of the text.
-            mask: [B, 1, Q or 1, T + Q], true where a slot may look; None where it may everywhere.
-        """
-        attend = partial(_beside, join, mask)
-        return self.run(x, self.input_layernorm(x), waves, attend)
-
-
 class BlockHeads(TappedHeads):
     """K heads of one block; their contract is :class:`specheads.models.kinds.Heads`.
 
@@ -155,7 +136,9 @@ class BlockHeads(TappedHeads):
         self.first = int(form.form == "published" and not form.sample_from_anchor)
         self.num_slots = self.num_heads + self.first
         self.hidden_norm = Norm(hidden_size, eps=form.rms_norm_eps)
-        self.layers: Any = nn.ModuleList(BlockLayer(hidden_size, form) for _ in range(num_layers))
+        self.layers: Any = nn.ModuleList(  # as Qwen3's, with norms of queries and keys
+            TappedLayer(hidden_size, form, hidden_size, normed=True) for _ in range(num_layers)
+        )
         self.inject: nn.Module | None = None
         if form.form == "joined":
             read, made = (len(form.taps) + 1) * hidden_size, self.num_heads * hidden_size
@@ -248,8 +231,9 @@ class BlockHeads(TappedHeads):
             x = self.start(rows_at(tapped, at), roots, embed).flatten(1, 2)  # [B, a * S, d]
             positions = (position_ids.gather(1, at)[..., None] + 1 + slots).flatten(1)
             for layer, (k, v) in zip(self.layers, keys, strict=True):
-                text = k[:, :, :end], v[:, :, :end]
-                x = layer(x, table[:, positions], partial(_behind, text), mask)
+                behind = partial(_behind, (k[:, :, :end], v[:, :, :end]))
+                attend = partial(_beside, behind, mask)
+                x = layer.run(x, layer.input_layernorm(x), table[:, positions], attend)
             found.append(self.finished(x.unflatten(1, (-1, self.num_slots))))
         return torch.cat(found, dim=2)
 
@@ -322,7 +306,7 @@ class BlockHeads(TappedHeads):
         parts = [layer.self_attn[n].weight for n in ("k_proj", "v_proj") for layer in self.layers]
         slots = Slots(self.num_inner, self._table)
         made, epsilon = product(*parts), self.form.rms_norm_eps
-        steps = tuple(LayerStep(layer, layer.width, epsilon) for layer in self.layers)
+        steps = tuple(LayerStep([layer], layer.width, epsilon) for layer in self.layers)
         return BlockCache(slots, (0,) * num_rows, self, self.required(embed), made, steps)
 
 
@@ -386,7 +370,15 @@ class BlockCache(RowCache):
 def _beside(
     join: Join, mask: Tensor | None, queries: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """Return what slots read of the text and of each other."""
+    """Return what slots read of the text and of each other.
+
+    Args:
+        join: puts the slots' own keys and values [B, H, Q, h] behind those of the text.
+        mask: [B, 1, Q or 1, T + Q], true where a slot may look; None where it may everywhere.
+        queries: [B, G * H, Q, h].
+        keys: [B, H, Q, h].
+        values: likewise.
+    """
     return attended(queries, *join(keys, values), mask)
 
 

@@ -3,13 +3,14 @@
 :class:`LayerCache` is for layers that read hidden states alone: the prefix layer of Hydra++ heads,
 parallel and causal MTP heads. transformers' own layers would be called one by one, at several times
 the small ops, and would compute outputs that nobody reads. Here layers that read the same hidden
-states are one layer of n times the attention heads (:class:`Stack`): a single product makes all
-queries, keys and values, and what follows is made for the last position only. Layers one behind the
-other go through the same code, n = 1; all but the last need outputs at all new positions. Positions
-are counted from the first one that is remembered: rotary attention knows distances only.
+states are run side by side (:class:`Stack`), and what follows their keys and values is made for the
+last position only. Of layers one behind the other all but the last need outputs at all new
+positions. Positions are counted from the first one that is remembered: rotary attention knows
+distances only.
 
-Shapes: B rows, T new positions, N = B * T, n layers side by side, H key heads of width h in each
-with G queries each, C slots, d hidden size, I inner size, K heads.
+Shapes: B rows, T new positions, A of them that are asked, n layers side by side (a dimension in
+front, of one layer none), H key heads of width h in each with G queries each, C slots, d hidden
+size, K heads.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,7 +29,7 @@ from transformers import PreTrainedConfig
 from specheads.attention.cache import RowEnds, TreeLayer, grown_capacity
 from specheads.attention.mask import attend_folded
 from specheads.models.base import Embed
-from specheads.models.layer_step import rotated
+from specheads.models.layer_step import LayerStep, signed
 from specheads.models.manifest import first_line
 from specheads.models.packed import Kept
 
@@ -54,130 +55,61 @@ def attention_of(config: PreTrainedConfig) -> tuple[str, int | None]:
 
 
 class Stack:
-    """A copy of the weights, as they are now, of n layers that read the same.
-
-    Those of norms are multiplied into what follows.
+    """Layers that read the same, with their weights as they are now, and the norms behind them.
 
     Args:
         layers: each with the norm behind it, or None.
 
     Attributes:
-        read: [(2 + G) * n * H * h, d], rows for all values, then keys, then queries.
-        read_bias: [1, (2 + G) * n * H * h].
-        turned_norm: [(1 + G) * n * H, h], norms of keys and queries.
-        out: [n, d, G * H * h]; ``out_bias`` [n, 1, d].
-        up: [n, 2 * I, d], gate and up; ``up_bias`` [n, 1, 2 * I].
-        down: [n, d, I]; ``down_bias`` [n, 1, d].
-        norm: [n, 1, d], the norms behind the layers; None where nothing is normed there.
-        num_keys: n * H.
-        width: h.
-        scale: of the attention's scores.
-        epsilon: of all norms.
-        activate: the inner activation.
+        step: runs them.
+        dtype: of the weights.
     """
 
     def __init__(self, layers: Sequence[tuple[nn.Module, nn.Module | None]]) -> None:
-        blocks = [cast(Any, block) for block, _ in layers]
+        first = cast(Any, layers[0][0])
+        self._scale, self._epsilon = first.self_attn.scaling, first.input_layernorm.variance_epsilon
+        width, activate = first.self_attn.head_dim, first.mlp.act_fn
+        self.step = LayerStep([block for block, _ in layers], width, self._epsilon, activate)
+        self.dtype: torch.dtype = self.step.before.dtype
         norms = [cast(Any, norm).weight for _, norm in layers if norm is not None]
-        attentions, inners = [each.self_attn for each in blocks], [each.mlp for each in blocks]
-        read = [[getattr(each, f"{name}_proj") for each in attentions] for name in "vkq"]
-        up = [[getattr(each, f"{name}_proj") for each in inners] for name in ("gate", "up")]
-        outs, downs = [each.o_proj for each in attentions], [each.down_proj for each in inners]
-        before = torch.stack([each.input_layernorm.weight for each in blocks])[:, None]
-        within = torch.stack([each.post_attention_layernorm.weight for each in blocks])[:, None]
-        first = attentions[0]
-        heads = [part[0].out_features // first.head_dim for part in read]  # H, H, G * H
-        self.turned_norm: Tensor | None = None
-        if getattr(first, "q_norm", None) is not None:
-            turned = [each.k_norm.weight.repeat(heads[1], 1) for each in attentions]
-            turned += [each.q_norm.weight.repeat(heads[2], 1) for each in attentions]
-            self.turned_norm = torch.cat(turned)
-        # (x * norm) @ W.T is x @ (W * norm).T: all layers can then share one normed input
-        self.read = torch.cat([(_weights(part) * before).flatten(0, 1) for part in read])
-        self.read_bias = _bias(*read, flat=True)
-        self.out, self.out_bias = _weights(outs), _bias(outs)
-        self.up = torch.cat([_weights(part) for part in up], dim=1) * within
-        self.up_bias = _bias(*up)
-        self.down, self.down_bias = _weights(downs), _bias(downs)
-        self.norm = torch.stack(norms)[:, None] if norms else None
-        self.num_keys, self.width = heads[1] * len(layers), first.head_dim
-        self.scale, self.epsilon = first.scaling, blocks[0].input_layernorm.variance_epsilon
-        self.activate = inners[0].act_fn
-
-    def run(self, hidden: Tensor, step: Step, layer: TreeLayer, *, every: bool) -> Tensor:
-        """Remember new positions, and return what the layers make of them, before the last norm.
-
-        Args:
-            hidden: [N, d], what they read.
-            step: where they go.
-            layer: keys and values [B, n * H, C, h] of these layers; written to.
-            every: return [n, N, d], and not [n, B, d] at the last positions.
-        """
-        asked, seen = (slice(None), step.seen) if every else (step.last, step.last_seen)
-        read = _product(self.read[None], self._normed(hidden)[None], self.read_bias)[0]
-        shaped = read.unflatten(1, (-1, self.width))  # [N, (2 + G) * n * H, h]
-        new_values, turned = shaped[:, : self.num_keys], shaped[:, self.num_keys :]
-        if self.turned_norm is not None:
-            turned = self._normed(turned) * self.turned_norm
-        turned = rotated(turned, step.waves[:, :, None])
-        # [N, n * H, h] as a cache takes them, [B, n * H, T, h]
-        new = (step.by_row(each) for each in (turned[:, : self.num_keys], new_values))
-        keys, values = layer.update(*new)
-        queries = step.by_row(turned[asked, self.num_keys :])  # [B, n * H * G, positions, h]
-        found = attend_folded(queries, keys, values, seen, self.scale, {})
-        found = found.unflatten(1, (len(self.out), -1)).permute(1, 0, 3, 2, 4)
-        output = _product(self.out, found.flatten(1, 2).flatten(2), hidden[asked])
-        if self.out_bias is not None:
-            output = output + self.out_bias
-        inner = _product(self.up, self._normed(output), self.up_bias)
-        gate, up = inner.chunk(2, dim=-1)
-        output = _product(self.down, self.activate(gate) * up, output)
-        return output if self.down_bias is None else output + self.down_bias
+        self._norm = torch.stack(norms)[:, None] if norms else None  # [n, 1, d]
 
     def finish(self, output: Tensor) -> Tensor:
-        """Return what heads read, [n, B, d], of the layers' output [n, B, d]."""
-        return output if self.norm is None else self._normed(output) * self.norm
+        """Return what heads read, [n, B, d], of the layers' output [..., B, d]."""
+        output = output.reshape(-1, *output.shape[-2:])
+        if self._norm is None:
+            return output
+        return F.rms_norm(output, output.shape[-1:], eps=self._epsilon) * self._norm
 
-    def _normed(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], eps=self.epsilon)
+    def attend(
+        self,
+        layer: TreeLayer,
+        mask: Tensor | None,
+        asked: Tensor | None,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """Remember new positions; return what queries read of a text, [..., B, G * H, A, h].
 
+        Args:
+            layer: keys and values [B, n * H, C, h] of these layers; written to.
+            mask: [B, 1, A, C], true where a slot is seen; None where all are.
+            asked: [B, A], the places whose queries are answered; None for all.
+            queries: [..., B, G * H, T, h].
+            keys: [..., B, H, T, h].
+            values: likewise.
+        """
 
-def _product(weight: Tensor, x: Tensor, added: Tensor | None) -> Tensor:
-    """Return ``x @ weight.T + added``, [n, N, outputs], per layer.
+        def by_row(states: Tensor) -> Tensor:
+            return states.reshape(-1, *states.shape[-4:]).transpose(0, 1).flatten(1, 2)
 
-    Args:
-        weight: [n, outputs, inputs].
-        x: [n, N, inputs].
-        added: [N or 1, outputs] or [n, N or 1, outputs], or None.
-    """
-    if len(weight) == 1:  # a batch of one is multiplied the slow way on some processors
-        found = F.linear(x[0], weight[0])[None]
-        return found if added is None else found + added
-    matrix = weight.transpose(1, 2)
-    return torch.bmm(x, matrix) if added is None else torch.baddbmm(added, x, matrix)
-
-
-def _weights(parts: Sequence[nn.Linear]) -> Tensor:
-    return torch.stack([part.weight for part in parts])
-
-
-def _bias(*kinds: Sequence[nn.Linear], flat: bool = False) -> Tensor | None:
-    """Return the biases of n layers, [n, 1, outputs of all kinds]; None if there are none.
-
-    Args:
-        kinds: per kind of product the n layers'.
-        flat: return [1, n * outputs] instead, one kind after the other.
-    """
-    if all(part.bias is None for parts in kinds for part in parts):
-        return None
-
-    def bias(part: nn.Linear) -> Tensor:
-        return part.weight.new_zeros(part.out_features) if part.bias is None else part.bias
-
-    found = [torch.stack(list(map(bias, parts))) for parts in kinds]
-    if flat:
-        return torch.cat([each.flatten() for each in found])[None]
-    return torch.cat(found, dim=1)[:, None]
+        keys, values = layer.update(by_row(keys), by_row(values))
+        if asked is not None:
+            queries = queries.take_along_dim(asked[:, None, :, None], -2)
+        found = attend_folded(by_row(queries), keys, values, mask, self._scale, {})
+        found = found.unflatten(1, (-1, queries.shape[-3])).transpose(0, 1)
+        return found.reshape(queries.shape)
 
 
 class Slots:
@@ -448,42 +380,18 @@ class LayerCache(RowCache):
             seen = visible(places, num_slots, self.window)[:, None]
         if self.window or num_rows > 1:  # else the last position sees all slots
             last_seen = visible(starts + last, num_slots, self.window)[:, None]
-        rows = torch.arange(num_rows, device=hidden.device)
-        waves = self.waves(self.lengths, num_new).flatten(1, 2)
-        step = Step(num_rows, waves, rows * num_new + last[:, 0], seen, last_seen)
-        source = hidden.to(self.stacks[0].down.dtype).flatten(0, 1)  # [B * T, d]
-        found = []
+        waves = self.waves(self.lengths, num_new)
+        source, found = hidden.to(self.stacks[0].dtype), []
         for stack, layer in zip(self.stacks, self.slots.layers, strict=True):
             chained = stack is not self.stacks[-1]
-            output = stack.run(source, step, layer, every=chained)
+            mask, asked = (seen, None) if chained else (last_seen, last)
+            output = stack.step(source, waves, partial(stack.attend, layer, mask, asked), asked)
             if chained:
-                source, output = output[0], output[:, step.last]
-            found.append(stack.finish(output))
+                source, output = output, rows_at(output, last)
+            found.append(stack.finish(output[..., 0, :]))
         features = found[0] if len(found) == 1 else torch.cat(found)
         cache = replace(self, lengths=self.grown(counts))
         return cache, features[0] if self.single else features
-
-
-class Step(NamedTuple):
-    """Where the N = B * T positions of one ``append`` go, and what they see.
-
-    Attributes:
-        num_rows: B.
-        waves: [2, N, h], theirs.
-        last: [B], places of the rows' last ones among all.
-        seen: [B, 1, T, C], which slots each of them sees; None where nobody asks at all of them.
-        last_seen: [B, 1, 1, C], which slots the last ones see; None for all.
-    """
-
-    num_rows: int
-    waves: Tensor
-    last: Tensor
-    seen: Tensor | None
-    last_seen: Tensor | None
-
-    def by_row(self, states: Tensor) -> Tensor:
-        """Return keys and the like [positions, heads, h] as [B, heads, positions of a row, h]."""
-        return states.unflatten(0, (self.num_rows, -1)).transpose(1, 2)
 
 
 Copies = tuple[tuple[Stack, ...], Callable[[int], Tensor]]  # and what makes their waves
@@ -499,7 +407,7 @@ def _copies(owner: nn.Module, groups: Groups, rotary: nn.Module) -> Copies:
 
     def copied() -> Copies:
         stacks = tuple(map(Stack, groups))
-        return stacks, lru_cache(maxsize=None)(partial(_waves, rotary, stacks[0].down))
+        return stacks, lru_cache(maxsize=None)(partial(_waves, rotary, stacks[0].step.before))
 
     tensors = [*owner.parameters(), *rotary.buffers()]
     return cast(Copies, _kept.setdefault(owner, Kept()).of(tensors, copied))
@@ -507,9 +415,8 @@ def _copies(owner: nn.Module, groups: Groups, rotary: nn.Module) -> Copies:
 
 def _waves(rotary: nn.Module, like: Tensor, capacity: int) -> Tensor:
     """Return cosines, and sines with their sign, of all positions, [2, C, h]."""
-    cos, sin = (each[0] for each in rotary(like, torch.arange(capacity, device=like.device)[None]))
-    half = sin.shape[1] // 2
-    return torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], dim=1)])
+    positions = torch.arange(capacity, device=like.device)[None]
+    return signed(*rotary(like, positions))[:, 0]
 
 
 _NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
@@ -556,7 +463,7 @@ def odd_numbers(
     hidden, found = torch.randn(1, _PLACES, hidden_size, generator=generator), []
     try:
         cache = empty(1)
-        hidden = hidden.to(cache.stacks[0].down)
+        hidden = hidden.to(cache.stacks[0].step.before)
         for first, end in ((0, 3), (3, 4), (4, _PLACES)):
             cache, features = cache.append(hidden[:, first:end], [end - first])
             found.append(features[:, 0].float())

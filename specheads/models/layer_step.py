@@ -7,7 +7,7 @@ bits as transformers gives in bfloat16; other kinds stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any, cast
 
@@ -25,10 +25,12 @@ _NUM_PRODUCTS = 7  # of a layer
 
 
 class LayerStep:
-    """A layer with its weights as they are now.
+    """A layer with its weights as they are now, or n of them side by side that read the same.
+
+    Of several layers states have one dimension more, in front.
 
     Args:
-        layer: with parts called as Llama's are, and norms of queries and keys, or none.
+        layers: with parts called as Llama's are, and norms of queries and keys, or none.
         width: h, of a head.
         epsilon: of all norms.
         activate: the MLP's activation.
@@ -37,53 +39,88 @@ class LayerStep:
 
     def __init__(
         self,
-        layer: nn.Module,
+        layers: Sequence[nn.Module],
         width: int,
         epsilon: float,
         activate: Callable[[Tensor], Tensor] = F.silu,
         *,
         cached: bool = False,
     ) -> None:
-        attention, mlp = cast(Any, layer.self_attn), cast(Any, layer.mlp)
-        read = [getattr(attention, f"{name}_proj") for name in "qkv"]
-        self.num_heads = [part.out_features // width for part in read]  # G * H, H, H
+        parts = [cast(Any, layer) for layer in layers]
+        attentions, mlps = [part.self_attn for part in parts], [part.mlp for part in parts]
+        outputs = [getattr(attentions[0], f"{name}_proj").out_features for name in "qkv"]
+        self.num_heads = [size // width for size in outputs]  # G * H, H, H
         self.width, self.epsilon, self.activate = width, epsilon, activate
-        self.before = cast(Any, layer.input_layernorm).weight
-        self.within = cast(Any, layer.post_attention_layernorm).weight
-        self.norms: Tensor | None = None  # [1, G * H + H, 1, h]
-        if hasattr(attention, "q_norm"):
-            norms = zip((attention.q_norm, attention.k_norm), self.num_heads, strict=False)
-            turned = [norm.weight.expand(size, -1) for norm, size in norms]
-            self.norms = torch.cat(turned)[None, :, None]
+        self.before = _stacked([part.input_layernorm.weight[None] for part in parts])
+        self.within = _stacked([part.post_attention_layernorm.weight[None] for part in parts])
+        self.norms: Tensor | None = None  # [G * H + H, 1, h]
+        if hasattr(attentions[0], "q_norm"):
+            norms = ((each.q_norm.weight, each.k_norm.weight) for each in attentions)
+            queries, keys, _ = self.num_heads
+            self.norms = _stacked(
+                [torch.cat([q.expand(queries, -1), k.expand(keys, -1)])[:, None] for q, k in norms]
+            )
 
-        def joined(*parts: nn.Linear) -> Callable[[Tensor], Tensor]:
-            biases = [part.bias for part in parts]
-            return product(*(part.weight for part in parts), biases=biases, cached=cached)
+        def joined(owners: list[Any], *names: str) -> Callable[[Tensor], Tensor]:
+            linears = [[getattr(owner, f"{name}_proj") for name in names] for owner in owners]
+            if len(linears) > 1:
+                return _side_by_side(linears)
+            weights, biases = zip(*((part.weight, part.bias) for part in linears[0]), strict=True)
+            return product(*weights, biases=biases, cached=cached)
 
-        self.read, self.out = joined(*read), joined(attention.o_proj)
-        self.inner, self.down = joined(mlp.gate_proj, mlp.up_proj), joined(mlp.down_proj)
+        self.read, self.out = joined(attentions, *"qkv"), joined(attentions, "o")
+        self.inner, self.down = joined(mlps, "gate", "up"), joined(mlps, "down")
 
-    def __call__(self, x: Tensor, waves: Tensor, attend: Attend) -> Tensor:
+    def __call__(
+        self, x: Tensor, waves: Tensor, attend: Attend, asked: Tensor | None = None
+    ) -> Tensor:
         """Return the residual stream [B, Q, d] behind the layer.
 
         Args:
             x: [B, Q, d], before it.
             waves: [2, B or 1, Q, h], cosines, and sines with their sign, of the positions.
             attend: looks at more than the new keys and values, or at less.
+            asked: [B, A], the places whose queries ``attend`` answers; None for all.
         """
         made = self.read(self._normed(x) * self.before).unflatten(-1, (-1, self.width))
         queries, keys, size = self.num_heads
-        turned, values = made.transpose(1, 2).split([queries + keys, size], dim=1)
+        turned, values = made.transpose(-3, -2).split([queries + keys, size], dim=-3)
         if self.norms is not None:
             turned = self._normed(turned) * self.norms
         turned = rotated(turned, waves[:, :, None])
-        found = attend(turned[:, :queries], turned[:, queries:], values)
-        x = x + self.out(found.transpose(1, 2).flatten(2))
+        found = attend(turned[..., :queries, :, :], turned[..., queries:, :, :], values)
+        if asked is not None:
+            x = x.take_along_dim(asked[..., None], -2)
+        x = x + self.out(found.transpose(-3, -2).flatten(-2))
         gate, up = self.inner(self._normed(x) * self.within).chunk(2, dim=-1)
         return x + self.down(self.activate(gate) * up)
 
     def _normed(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], eps=self.epsilon)
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """Return a weight [..., w] of each layer as [n, 1, ..., w]; of one layer as it is."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts)[:, None]
+
+
+def _side_by_side(linears: list[list[nn.Linear]]) -> Callable[[Tensor], Tensor]:
+    """Return the map from [n, B, Q, in] to what each layer's products make of its part.
+
+    Args:
+        linears: of each of n layers those that read the same.
+    """
+    parts = [torch.cat([each.weight for each in own]) for own in linears]
+    weight, bias = torch.stack(parts).transpose(1, 2), None
+    if linears[0][0].bias is not None:
+        bias = torch.stack([torch.cat([each.bias for each in own]) for own in linears])[:, None]
+
+    def multiplied(x: Tensor) -> Tensor:
+        flat = x.flatten(1, 2)
+        found = torch.bmm(flat, weight) if bias is None else torch.baddbmm(bias, flat, weight)
+        return found.unflatten(1, x.shape[1:3])
+
+    return multiplied
 
 
 def rotated(x: Tensor, waves: Tensor) -> Tensor:
@@ -126,7 +163,7 @@ class SteppedLayer:
             )
             return cast(Tensor, found[0]).transpose(1, 2)
 
-        return step(hidden_states, _signed(*waves), attend)
+        return step(hidden_states, signed(*waves), attend)
 
     def _as_it_is(self) -> LayerStep | None:
         """Return the step of the weights as they are; None where they learn or are not packed."""
@@ -143,14 +180,19 @@ class SteppedLayer:
             if len(packed) < _NUM_PRODUCTS:
                 return None
             width, epsilon = attention.head_dim, layer.input_layernorm.variance_epsilon
-            return LayerStep(layer, width, epsilon, mlp.act_fn, cached=packed[0]._cached)
+            return LayerStep([layer], width, epsilon, mlp.act_fn, cached=packed[0]._cached)
 
         return cast(LayerStep | None, self._kept.of(held, made))
 
 
 @lru_cache(maxsize=1)
-def _signed(cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the waves of a pass, whose layers are all given the same tensors."""
+def signed(cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the waves of a pass, whose layers are all given the same tensors.
+
+    Args:
+        cos: [..., h], as transformers makes them.
+        sin: likewise.
+    """
     half = sin.shape[-1] // 2
     return torch.stack([cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)])
 

@@ -135,7 +135,6 @@ def test_splits_do_not_matter(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slots, "BLOCK", 8)
         patch.setattr(head_cache, "_SPAN", 5)
-        patch.setattr(head_cache, "_JOINT", 6)
         compare(heads_of(name, variant), *drawn, 2e-5)
 
 
