@@ -29,7 +29,7 @@ from torch import Tensor
 from specheads.config import ConfigError, TrainConfig
 from specheads.config.own import leaves
 from specheads.models import manifest
-from specheads.models.names import base_fingerprint
+from specheads.models.names import base_digest
 from specheads.system import dist
 from specheads.system.files import aside, flush_folder, publish, writing
 from specheads.system.redact import redact
@@ -132,7 +132,7 @@ def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> No
     now = json.loads(json.dumps(flatten_settings(cfg)))
     defaults = json.loads(json.dumps(flatten_settings(TrainConfig(run_dir=""))))
     before = {key: defaults[key] for key in now if key in defaults} | state["settings"]
-    base, theirs = _base_of(cfg), state.get("base")
+    base, theirs = _base_of(cfg), state.get("base_digest")
     if base and theirs and base != theirs:
         raise ConfigError(
             f"cannot resume {path}: it was written with other weights than model.name="
@@ -184,8 +184,11 @@ def _one_world_only(cfg: TrainConfig) -> str:
 
 
 def _base_of(cfg: TrainConfig) -> str:
-    """Return what the base model is recognised by, empty where there is none."""
-    return "" if cfg.model.init else base_fingerprint(cfg.model.name, cfg.model.revision)
+    """Return what the base model is recognised by, empty where there is none, or no more."""
+    if not cfg.model.init:
+        with contextlib.suppress(ConfigError, OSError):
+            return base_digest(cfg.model.name, revision=cfg.model.revision)
+    return ""
 
 
 def seed_generators(seed: int) -> None:
@@ -237,7 +240,7 @@ def save_rank(folder: Path, cfg: TrainConfig, progress: Progress, data: dict[str
             **dataclasses.asdict(progress),
             "world_size": dist.world_size(),
             "settings": flatten_settings(cfg),
-            "base": _base_of(cfg),
+            "base_digest": _base_of(cfg),
         }
         (folder / "state.json").write_text(json.dumps(state, indent=1))
 
