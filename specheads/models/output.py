@@ -68,7 +68,9 @@ def capture_hidden(
                 last = layers_of(model)[-1]
                 handles.append(last.register_forward_pre_hook(keep_trunk, with_kwargs=True))
             else:
-                part = _decoder(model) if tap == FINAL else _numbered_layer(model, tap)
+                part = _decoder(model)
+                if tap != FINAL:
+                    part = layers_of(model)[layers_behind(model, [tap])[0] - 1]
                 handles.append(part.register_forward_hook(partial(keep, tap)))
         yield captured
     finally:
@@ -88,17 +90,6 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def _numbered_layer(model: PreTrainedModel, tap: str) -> nn.Module:
-    number, layers = tap.removeprefix(LAYER), layers_of(model)
-    count = len(layers)
-    if not tap.startswith(LAYER) or not number.isdecimal() or int(number) >= count:
-        raise ValueError(
-            f"tap {tap!r}: expected {FINAL}, {TRUNK} or {LAYER}0 to {LAYER}{count - 1}, one of the"
-            f" layers of {type(model).__name__}"
-        )
-    return layers[int(number)]
-
-
 def layers_behind(model: PreTrainedModel, taps: Sequence[str]) -> list[int]:
     """Return of each tap the number of layers that its hidden states have gone through.
 
@@ -110,7 +101,10 @@ def layers_behind(model: PreTrainedModel, taps: Sequence[str]) -> list[int]:
     last = len(layers_of(model))
     places = {FINAL: last, TRUNK: last - 1} | {f"{LAYER}{i}": i + 1 for i in range(last)}
     if unknown := set(taps) - places.keys():
-        raise ValueError(f"tap {min(unknown)!r} is none of {type(model).__name__}'s {last} layers")
+        raise ValueError(
+            f"tap {min(unknown)!r}: expected {FINAL}, {TRUNK} or {LAYER}0 to {LAYER}{last - 1}, one"
+            f" of the layers of {type(model).__name__}"
+        )
     return [places[tap] for tap in taps]
 
 
