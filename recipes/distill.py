@@ -12,7 +12,7 @@ from typing import Any
 
 from specheads.config import TrainConfig
 from specheads.models.base import without_weights
-from specheads.models.draft import num_ids, shared_vocabulary, vocab_size
+from specheads.models.draft import vocab_size
 from specheads.models.output import output_layer
 from specheads.pipeline import Drafting, start
 from specheads.runs.log import RunLog
@@ -30,7 +30,7 @@ def run(cfg: TrainConfig) -> None:
     wanted, read = cfg.draft, read_data(cfg)
     base, output, tokenizer = load_base(cfg, weights=not without_weights(cfg.model.name))
     draft = build_draft(cfg, base, tokenizer)
-    compared = shared_vocabulary(vocab_size(base), vocab_size(draft), num_ids(tokenizer))
+    compared = min(vocab_size(base), vocab_size(draft))  # what is beyond is padding
     data = load_data(
         cfg, base, tokenizer, train_base=False, learn_all=wanted.learn_prompts, read=read
     )

@@ -246,13 +246,17 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
     Raises:
         ConfigError: if the tokenizer has more ids than the model; gives both numbers.
     """
-    num_ids = max(tokenizer.get_vocab().values(), default=-1) + 1
-    num_rows = input_embedding(model).shape[0]
-    if num_ids > num_rows:
+    ids, num_rows = num_ids(tokenizer), input_embedding(model).shape[0]
+    if ids > num_rows:
         raise ConfigError(
-            f"the tokenizer {tokenizer.name_or_path} has {num_ids} token ids, the base model"
+            f"the tokenizer {tokenizer.name_or_path} has {ids} token ids, the base model"
             f" {model.name_or_path} has {num_rows} embeddings: they do not belong together"
         )
+
+
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of token ids, the largest id + 1."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def context_length(model: PreTrainedModel) -> int | None:
@@ -293,8 +297,13 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def end_tokens(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids that end a text, of the model's generation settings or the tokenizer's."""
-    places = (getattr(base, "generation_config", None), base.config, tokenizer)
-    ids = (getattr(place, "eos_token_id", None) for place in places)
-    if (found := next((each for each in ids if each is not None), None)) is None:
+    found = said((base.generation_config, base.config, tokenizer), "eos_token_id")
+    if found is None:
         return ()
     return tuple(found) if isinstance(found, Iterable) else (int(found),)
+
+
+def said(places: Iterable[object], key: str) -> Any:
+    """Return the value of an attribute where the first of several places has one; else None."""
+    values = (getattr(place, key, None) for place in places)
+    return next((value for value in values if value is not None), None)

@@ -27,7 +27,14 @@ from transformers import (
 )
 
 from specheads.config import ConfigError
-from specheads.models.base import Loading, load_base_model, load_tokenizer, torch_dtype
+from specheads.models.base import (
+    Loading,
+    load_base_model,
+    load_tokenizer,
+    num_ids,
+    said,
+    torch_dtype,
+)
 from specheads.models.checkpoint import findable, save_hf
 from specheads.models.manifest import PROVENANCE, one_line, write_json, write_manifest
 from specheads.models.quantize import quantization_of
@@ -138,14 +145,13 @@ def pruned(base: PreTrainedModel, keep: Sequence[int]) -> PreTrainedModel:
     made = new_draft(config, attn=base.config._attn_implementation)
     made.to(base.device)  # type: ignore[arg-type]
     prefix = _layers_name(base, total) + "."
-    # what is of no layer keeps its name
-    place = {"": "", **{f"{prefix}{layer}.": f"{prefix}{i}." for i, layer in enumerate(listed)}}
-    state = {}
+    place, state = {str(layer): i for i, layer in enumerate(listed)}, {}
     for name, tensor in base.state_dict().items():
-        inside = name.startswith(prefix)
-        layer = name[: name.index(".", len(prefix)) + 1] if inside else ""
-        if layer in place:
-            state[place[layer] + name.removeprefix(layer)] = tensor
+        layer, _, rest = name.removeprefix(prefix).partition(".")
+        if not name.startswith(prefix):  # what is of no layer keeps its name
+            state[name] = tensor
+        elif layer in place:
+            state[f"{prefix}{place[layer]}.{rest}"] = tensor
     try:
         made.load_state_dict(state)
     except RuntimeError as error:
@@ -232,31 +238,6 @@ def check_same_tokenizer(
             )
 
 
-def shared_vocabulary(base_size: int, draft_size: int, num_tokens: int) -> int:
-    """Return over how many tokens the distributions of base and draft model compare.
-
-    Args:
-        base_size: outputs of the base model, padding included.
-        draft_size: outputs of the draft model.
-        num_tokens: ids of their tokenizer, :func:`num_ids`; what lies beyond is padding.
-
-    Raises:
-        ConfigError: if one of them lacks tokens.
-    """
-    shared = min(base_size, draft_size)
-    if shared < num_tokens:
-        raise ConfigError(
-            f"the base model has {base_size} outputs, the draft model {draft_size}, and their"
-            f" tokenizer {num_tokens} token ids: both need one output for each"
-        )
-    return shared
-
-
-def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of token ids, the largest id + 1."""
-    return max(tokenizer.get_vocab().values(), default=-1) + 1
-
-
 def vocab_size(model: PreTrainedModel) -> int:
     """Return the number of a model's outputs, padding included."""
     return int(model.get_output_embeddings().weight.shape[0])
@@ -339,9 +320,5 @@ def take_end_tokens(draft: PreTrainedModel, base: PreTrainedModel) -> None:
     """
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     places: list[Any] = [base.generation_config, base.config.get_text_config()]
-    ids = {}
-    for key in keys:
-        found = (getattr(place, key, None) for place in places)
-        ids[key] = next((value for value in found if value is not None), None)
     own: Any = draft
-    own.generation_config = GenerationConfig(**ids)
+    own.generation_config = GenerationConfig(**{key: said(places, key) for key in keys})

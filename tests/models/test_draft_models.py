@@ -31,7 +31,6 @@ from specheads.models.draft import (
     num_ids,
     pruned,
     save_draft,
-    shared_vocabulary,
     spread,
     take_end_tokens,
     vocab_size,
@@ -182,14 +181,6 @@ def test_tokenizers_that_cut_otherwise_are_told_apart() -> None:
     split.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     with pytest.raises(ConfigError, match="cuts texts otherwise"):
         check_same_tokenizer(build_byte_tokenizer(), split, "draft=x")
-
-
-def test_padded_vocabularies_meet_in_their_tokens() -> None:
-    """Padding beyond the tokenizer may differ; tokens that one of them lacks may not."""
-    assert shared_vocabulary(272, 264, 262) == shared_vocabulary(264, 272, 262) == 264
-    assert shared_vocabulary(262, 262, 262) == 262
-    with pytest.raises(ConfigError, match="272 outputs, the draft model 256, .* 262 token ids"):
-        shared_vocabulary(272, 256, 262)
 
 
 def test_another_tokenizer_is_refused_before_the_model_is_loaded(
