@@ -205,9 +205,7 @@ class BlockHeads(TappedHeads):
         Returns:
             [K, B, A, d].
         """
-        if tokens is None:
-            raise ValueError("these heads read the root, but tokens is None")
-        num_rows, num_tokens = position_ids.shape
+        (num_rows, num_tokens), tokens = position_ids.shape, self.given(tokens)
         tapped, context = self.context(hidden)
         table = self._table(num_tokens + self.num_slots)
         keys = [layer.keys(context, table[:, position_ids]) for layer in self.layers]
@@ -278,10 +276,7 @@ class BlockHeads(TappedHeads):
         """
         if self.markov is None:
             return hidden[i]
-        if tokens is None:
-            raise ValueError("these heads read the token drafted before, but tokens is None")
-        bias = self.markov(tokens[..., i])
-        return torch.cat([hidden[i].to(bias.dtype), bias], dim=-1)
+        return self.markov.behind(hidden[i], self.given(tokens)[..., i])
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
         """Return the matrix [V', d_i], the same of all heads."""

@@ -106,6 +106,11 @@ class Markov(nn.Module):
         """Return what ``up`` reads of tokens [...], [..., r]."""
         return self.down(tokens if self.row_of is None else self.row_of(tokens))
 
+    def behind(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """Return features [..., d] and what ``up`` reads of tokens [...], [..., d + rank]."""
+        bias = self(tokens)
+        return torch.cat([features.to(bias.dtype), bias], dim=-1)
+
     def beside(self, weight: Tensor) -> Tensor:
         """Return an output matrix [V', d] with the bias's own beside it, [V', d + rank]."""
         return torch.cat([weight.to(self.up.weight.dtype), self.up.weight], dim=1)
@@ -137,30 +142,13 @@ class MedusaHead(nn.Module):
         self.condition = reader if isinstance(reader, ZeroLinear) else None
         self.joined = reader if isinstance(reader, Joined) else None
 
-    def forward(
-        self, hidden: Tensor, conditions: Tensor | None = None, before: Tensor | None = None
-    ) -> Tensor:
-        """Map the base's hidden states to what the output matrix reads.
+    def conditioned(self, hidden: Tensor, conditions: Tensor) -> Tensor:
+        """Put the tokens drafted before into the hidden state, [..., d].
 
         Args:
             hidden: [..., d].
             conditions: [..., tokens * d], embeddings of the tokens drafted before, side by side.
-            before: [...], the token drafted before, for the Markov correction.
-
-        Returns:
-            [..., d], or [..., r] before a low-rank matrix; with a Markov correction and r more.
         """
-        if conditions is not None:
-            hidden = self.conditioned(hidden, conditions)
-        hidden = self.own_features(hidden)
-        if self.markov is not None:
-            assert before is not None
-            bias = self.markov(before)
-            hidden = torch.cat([hidden.to(bias.dtype), bias], dim=-1)
-        return hidden
-
-    def conditioned(self, hidden: Tensor, conditions: Tensor) -> Tensor:
-        """Put the tokens drafted before into the hidden state; the arguments are ``forward``'s."""
         if self.joined is not None:
             return self.joined(hidden, conditions)
         assert self.condition is not None
@@ -168,7 +156,10 @@ class MedusaHead(nn.Module):
         return hidden.to(weight.dtype) + self.condition(conditions.to(weight.dtype))
 
     def own_features(self, x: Tensor) -> Tensor:
-        """Map [..., d], the condition added, to what its own part of the matrix reads."""
+        """Map [..., d], the condition added, to what its own part of the matrix reads.
+
+        That is [..., d], or [..., r] before a low-rank matrix.
+        """
         for block in self.blocks:
             x = block(x)
         if isinstance(self.lm_head, LowRank):
@@ -191,7 +182,7 @@ class MedusaHead(nn.Module):
         return last.weight
 
     def output_weight(self, base_weight: Tensor) -> Tensor:
-        """Return the matrix for what ``forward`` returns; ``base_weight`` [V, d] if shared."""
+        """Return the matrix, with a Markov correction's beside it; ``base_weight`` if shared."""
         weight = self.own_weight(base_weight)
         return weight if self.markov is None else self.markov.beside(weight)
 

@@ -160,9 +160,7 @@ class EagleHeads(TappedHeads):
         Returns:
             [K, B, A, d].
         """
-        if tokens is None:
-            raise ValueError("these heads read tokens, but tokens is None")
-        num_rows, num_tokens = position_ids.shape
+        (num_rows, num_tokens), tokens = position_ids.shape, self.given(tokens)
         every = torch.arange(num_tokens, device=hidden.device)
         at = every.expand(num_rows, -1) if places is None else places
         table = self._table(num_tokens + self.num_heads)

@@ -263,15 +263,14 @@ class MedusaHeads(nn.Module, Heads):
             embed: the base's input embedding; for ``condition``.
         """
         head = self.head(i)
-        if not self.sequential:
-            return head(hidden)
-        if tokens is None:
-            raise ValueError("these heads read the tokens drafted before, but tokens is None")
-        conditions = None
         if self.condition:
             with torch.no_grad():  # the base's own; Hydra leaves it as it is
-                conditions = self.embedded(tokens[..., : i + 1], embed).flatten(-2)
-        return head(hidden, conditions, tokens[..., i] if self.markov_rank else None)
+                before = self.embedded(self.given(tokens)[..., : i + 1], embed).flatten(-2)
+            hidden = head.conditioned(hidden, before)
+        found = head.own_features(hidden)
+        if head.markov is None:
+            return found
+        return head.markov.behind(found, self.given(tokens)[..., i])
 
     def embedded(self, tokens: Tensor, embed: Embed | None) -> Tensor:
         """Return how the heads read tokens [...], as [..., d]; ``embed`` is the base's."""

@@ -256,6 +256,13 @@ class Heads(Protocol):
             raise ValueError("these heads read tokens through embed, which is None")
         return embed
 
+    @staticmethod
+    def given(tokens: Tensor | None) -> Tensor:
+        """Return ``tokens``; raise ValueError if they are missing where heads read them."""
+        if tokens is None:
+            raise ValueError("these heads read tokens, but tokens is None")
+        return tokens
+
     def guessed_rows(self, of: Tensor) -> Tensor:
         """Return those of a tensor [V, ...] that are of the V' tokens; no copy if that is all."""
         # of a whole table, indexing takes seven times as long on a CPU

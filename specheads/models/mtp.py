@@ -344,10 +344,7 @@ class MtpHeads(nn.Module, Heads):
         waves = self.waves(hidden, position_ids)
         embedded = None
         if self.sequential:
-            read = self.required(embed)
-            if tokens is None:
-                raise ValueError("these heads read the tokens of the text, but tokens is None")
-            embedded = read(tokens).to(weight.dtype)
+            embedded = self.required(embed)(self.given(tokens)).to(weight.dtype)
 
         def run(i: int, source: Tensor) -> tuple[Tensor, Tensor]:
             # rolled in here, so that no head's shifted copy is kept for backward

@@ -289,9 +289,6 @@ class TappedHeads(nn.Module, Heads):
         for matrix in self.output.values():
             cast(nn.Linear, matrix).weight.copy_(self.guessed_rows(weight))
 
-    def make_tables(self) -> None:
-        """Do nothing: rotary tables are made where they are used."""
-
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
         """Return the matrix [V', d_i], the same of all heads."""
         return self.shared_rows(base_weight)
