@@ -42,9 +42,8 @@ from specheads.models.blocks import Markov, ZeroLinear, normalised
 from specheads.models.head_cache import RowCache, Slots, last_places, rows_at, visible
 from specheads.models.heads import Steps
 from specheads.models.kinds import Begin
-from specheads.models.layer_step import LayerStep, rotated
+from specheads.models.layer_step import LayerStep
 from specheads.models.output import OutputLayer, layers_of
-from specheads.models.packed import product
 from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, attended
 from specheads.system.errors import at_least, check, one_of
 
@@ -298,11 +297,9 @@ class BlockHeads(TappedHeads):
     @torch.no_grad()
     def memory(self, num_rows: int, embed: Embed | None = None) -> BlockCache:
         """Return the cache of rows of which nothing was read yet."""
-        parts = [layer.self_attn[n].weight for n in ("k_proj", "v_proj") for layer in self.layers]
-        slots = Slots(self.num_inner, self._table)
-        made, epsilon = product(*parts), self.form.rms_norm_eps
+        slots, epsilon = Slots(self.num_inner, self._table), self.form.rms_norm_eps
         steps = tuple(LayerStep([layer], layer.width, epsilon) for layer in self.layers)
-        return BlockCache(slots, (0,) * num_rows, self, self.required(embed), made, steps)
+        return BlockCache(slots, (0,) * num_rows, self, self.required(embed), steps)
 
 
 @dataclass(frozen=True)
@@ -312,13 +309,11 @@ class BlockCache(RowCache):
     Attributes:
         heads: whose.
         embed: the base's input embedding.
-        product: makes keys of all layers, then values, [..., 2 * L * H * h], of states [..., d].
         steps: the layers, as a step runs them.
     """
 
     heads: BlockHeads
     embed: Embed
-    product: Callable[[Tensor], Tensor]
     steps: tuple[LayerStep, ...]
 
     @torch.no_grad()
@@ -339,15 +334,8 @@ class BlockCache(RowCache):
         tapped, context = heads.context(hidden)
         self.slots.reserve(self.lengths, num_new)
         waves = self.waves(self.lengths, num_new).to(context.dtype)
-        width = heads.form.head_dim
-        both = self.product(context).unflatten(-1, (2 * heads.num_inner, -1, width))
-        parts = both.permute(2, 0, 3, 1, 4).unbind()  # 2 * L times [B, H, T, h]
-        for layer, cache, k, v in zip(
-            heads.layers, self.slots.layers, parts[: heads.num_inner], parts[heads.num_inner :],
-            strict=True,
-        ):  # fmt: skip
-            normed = layer.self_attn["k_norm"](k)
-            cache.update(rotated(normed, waves[:, :, None]), v)
+        for layer, cache in zip(heads.layers, self.slots.layers, strict=True):
+            cache.update(*layer.keys(context, waves))
         lengths, last = self.grown(counts), last_places(counts, device)
         roots = tokens.gather(1, last)  # [B, 1]
         x = heads.start(rows_at(tapped, last), roots, self.embed)[:, 0]  # [B, S, d]

@@ -33,6 +33,7 @@ from specheads.models.layer_step import LayerStep, signed
 from specheads.models.manifest import first_line
 from specheads.models.packed import Kept
 
+_SPAN = 512  # positions that attend at once: bounds the mask of a long prompt
 WINDOWED = ("full_attention", "sliding_attention")  # kinds of attention that the caches know
 # (block, the norm behind it or None) per layer, in groups that read the same hidden states
 Groups = Sequence[Sequence[tuple[nn.Module, nn.Module | None]]]
@@ -84,8 +85,9 @@ class Stack:
     def attend(
         self,
         layer: TreeLayer,
-        mask: Tensor | None,
+        window: int | None,
         asked: Tensor | None,
+        places: Tensor | None,
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
@@ -94,8 +96,9 @@ class Stack:
 
         Args:
             layer: keys and values [B, n * H, C, h] of these layers; written to.
-            mask: [B, 1, A, C], true where a slot is seen; None where all are.
-            asked: [B, A], the places whose queries are answered; None for all.
+            window: a position sees so many, itself included; None for all before it.
+            asked: [B, A], which of the new positions' queries are answered; None for all.
+            places: [B, A], their slots; None where they see all slots.
             queries: [..., B, G * H, T, h].
             keys: [..., B, H, T, h].
             values: likewise.
@@ -107,9 +110,15 @@ class Stack:
         keys, values = layer.update(by_row(keys), by_row(values))
         if asked is not None:
             queries = queries.take_along_dim(asked[:, None, :, None], -2)
-        found = attend_folded(by_row(queries), keys, values, mask, self._scale, {})
-        found = found.unflatten(1, (-1, queries.shape[-3])).transpose(0, 1)
-        return found.reshape(queries.shape)
+        num_asked, num_slots, found = queries.shape[-2], keys.shape[2], []
+        for first in range(0, num_asked, _SPAN):
+            some, mask = slice(first, first + _SPAN), None
+            if places is not None:
+                mask = visible(places[:, some], num_slots, window)[:, None]
+            part = by_row(queries[..., some, :])
+            found.append(attend_folded(part, keys, values, mask, self._scale, {}))
+        whole = torch.cat(found, dim=2).unflatten(1, (-1, queries.shape[-3])).transpose(0, 1)
+        return whole.reshape(queries.shape)
 
 
 class Slots:
@@ -371,21 +380,19 @@ class LayerCache(RowCache):
             position: ``heads.contextual`` of the whole text there.
         """
         num_rows, num_new = hidden.shape[:2]
-        num_slots = self.slots.reserve(self.lengths, num_new)
+        self.slots.reserve(self.lengths, num_new)
         starts = torch.tensor(self.lengths, device=hidden.device)[:, None]
+        every = starts + torch.arange(num_new, device=hidden.device)
         last = last_places(counts, hidden.device)
-        seen = last_seen = None
-        if len(self.stacks) > 1:  # all new positions ask
-            places = starts + torch.arange(num_new, device=hidden.device)
-            seen = visible(places, num_slots, self.window)[:, None]
-        if self.window or num_rows > 1:  # else the last position sees all slots
-            last_seen = visible(starts + last, num_slots, self.window)[:, None]
+        # the last position of one row sees all slots
+        final = starts + last if self.window or num_rows > 1 else None
         waves = self.waves(self.lengths, num_new)
         source, found = hidden.to(self.stacks[0].dtype), []
         for stack, layer in zip(self.stacks, self.slots.layers, strict=True):
             chained = stack is not self.stacks[-1]
-            mask, asked = (seen, None) if chained else (last_seen, last)
-            output = stack.step(source, waves, partial(stack.attend, layer, mask, asked), asked)
+            asked, places = (None, every) if chained else (last, final)
+            attend = partial(stack.attend, layer, self.window, asked, places)
+            output = stack.step(source, waves, attend, asked)
             if chained:
                 source, output = output, rows_at(output, last)
             found.append(stack.finish(output[..., 0, :]))
