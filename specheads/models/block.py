@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specheads.config.declared import at_least, one_of
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import Embed
 from specheads.models.blocks import Markov, ZeroLinear, normalised
@@ -45,15 +46,14 @@ from specheads.models.kinds import Begin
 from specheads.models.layer_step import LayerStep
 from specheads.models.output import OutputLayer, layers_of
 from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, attended
-from specheads.system.errors import at_least, check, one_of
+from specheads.system.errors import check
 
-FORMS = ("joined", "published")
 # from the slots' own keys and values to those that they attend to, the text's and their own
 Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 _TOGETHER = 32  # blocks of a row that attend in one call: more would mask away what they compute
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlockForm(TappedForm):
     """The form of block heads; the first attributes are those of :class:`TappedForm`.
 
@@ -66,16 +66,11 @@ class BlockForm(TappedForm):
         injection_rank: of the joined form, the inner size of what is added to the slots; 0: full.
     """
 
-    form: str = "joined"
-    window: int = 0
+    form: str = one_of("joined", "published")
+    window: int = at_least(0, 0)
     sample_from_anchor: bool = True
-    mask_token_id: int = 0
-    injection_rank: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("form", self.form, *FORMS)
-        at_least(self, window=0, mask_token_id=0, injection_rank=0)
+    mask_token_id: int = at_least(0, 0)
+    injection_rank: int = at_least(0, 0)
 
 
 def published_taps(num_base: int, num_taps: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ Pair = tuple[Tensor, Tensor]  # keys and values
 _TOGETHER = 64  # anchors that attend in one call: more would mask away what they compute
 
 
-@dataclass(frozen=True)
+@dataclass
 class EagleForm(TappedForm):
     """The form of an EAGLE-3 head; the first attributes are those of ``TappedForm``.
 

@@ -19,16 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specheads.config.declared import Settings, at_least
 from specheads.models.blocks import ZeroLinear
 from specheads.models.kinds import Heads
 from specheads.models.layer_step import Attend, rotated
 from specheads.models.output import FINAL, LAYER, OutputLayer, final_norm
 from specheads.models.packed import Kept, product
-from specheads.system.errors import at_least, check, one_of
+from specheads.system.errors import check, one_of
 
 
-@dataclass(frozen=True)
-class TappedForm:
+@dataclass
+class TappedForm(Settings):
     """What a recipe says under ``heads.options``, and config.json under ``form``.
 
     Attributes:
@@ -45,21 +46,19 @@ class TappedForm:
     """
 
     taps: tuple[int, ...] = ()
-    num_taps: int = 3
-    num_attention_heads: int = 0
-    num_key_value_heads: int = 0
-    head_dim: int = 0
-    intermediate_size: int = 0
+    num_taps: int = at_least(1, 3)
+    num_attention_heads: int = at_least(0, 0)
+    num_key_value_heads: int = at_least(0, 0)
+    head_dim: int = at_least(0, 0)
+    intermediate_size: int = at_least(0, 0)
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
     anchors: int = field(default=128, compare=False)  # no part of what the heads are
 
     def __post_init__(self) -> None:
-        at_least(
-            self, num_taps=1, num_attention_heads=0, num_key_value_heads=0, head_dim=0,
-            intermediate_size=0, anchors=1,
-        )  # fmt: skip
+        super().__post_init__()
         check(self.rope_theta > 0, "rope_theta", self.rope_theta, "above 0")
+        check(self.anchors >= 1, "anchors", self.anchors, "at least 1")
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> Self:
