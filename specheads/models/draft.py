@@ -152,14 +152,9 @@ def pruned(base: PreTrainedModel, keep: Sequence[int]) -> PreTrainedModel:
             state[name] = tensor
         elif layer in place:
             state[f"{prefix}{place[layer]}.{rest}"] = tensor
-    try:
+    name = type(base).__name__
+    with one_line(f"draft.start=base: {name} with the layers {listed} is another model"):
         made.load_state_dict(state)
-    except RuntimeError as error:
-        lines = str(error).splitlines()
-        raise ConfigError(
-            f"draft.start=base: {type(base).__name__} with the layers {listed} is another model:"
-            f" {lines[min(1, len(lines) - 1)].strip()}"
-        ) from None
     return made
 
 

@@ -43,6 +43,7 @@ from specheads.attention.cache import TreeCache, grown_capacity
 from specheads.attention.tree import RowTrees, Tree, batched
 from specheads.config import ConfigError
 from specheads.models.base import context_length, input_device
+from specheads.models.manifest import one_line
 from specheads.models.output import FINAL, TRUNK, capture_hidden, layers_of
 
 # Where one token's pass is made to round as a tree's. It costs some 35 microseconds more per layer
@@ -236,18 +237,9 @@ def reads_anew(model: PreTrainedModel, length: int) -> bool:
     cache = SimpleNamespace(get_seq_length=lambda layer_idx=0: length)
     name = type(model).__name__
     prepare: Any = model.prepare_inputs_for_generation
-    try:
-        inputs = prepare(
-            torch.zeros(1, length + 1, dtype=torch.long),
-            past_key_values=cache,
-            next_sequence_length=1,
-            use_cache=True,
-        )
-    except Exception as error:  # whatever a model's own code may raise
-        raise ConfigError(
-            f"{name} does not say how it goes on where a text grows beyond {length} tokens:"
-            f" {type(error).__name__}"
-        ) from error
+    ids = torch.zeros(1, length + 1, dtype=torch.long)
+    with one_line(f"{name} does not say how it goes on where a text grows beyond {length} tokens"):
+        inputs = prepare(ids, past_key_values=cache, next_sequence_length=1, use_cache=True)
     if inputs.get("past_key_values") is cache:
         return False
     if inputs["input_ids"].shape[1] != length + 1:

@@ -40,10 +40,11 @@ from specheads.models.digest import SHA256, check_recorded, file_sha256, weight_
 
 @contextlib.contextmanager
 def one_line(problem: str) -> Iterator[None]:
-    """Turn what a library raises about a file into one line; for its calls alone.
+    """Turn what a library raises about a file or a model into one line; for its calls alone.
 
     transformers, peft and tokenizers meet a damaged config wherever they first trip over it, with
-    whatever that raises: tokenizers with a bare ``Exception`` or a panic.
+    whatever that raises: tokenizers with a bare ``Exception`` or a panic. So does a model's own
+    code. Where memory is used up, nothing is wrong with either.
 
     Args:
         problem: the beginning of the line.
@@ -53,10 +54,11 @@ def one_line(problem: str) -> Iterator[None]:
     """
     try:
         yield
+    except (ConfigError, RunError, InterruptedRunError, torch.OutOfMemoryError):
+        raise
     except BaseException as error:
-        ours = isinstance(error, ConfigError | RunError | InterruptedRunError)
         given_up = type(error).__name__ == "PanicException"  # a library in Rust
-        if ours or not (given_up or isinstance(error, Exception)):
+        if not (given_up or isinstance(error, Exception)):
             raise
         raise ConfigError(f"{problem}: {first_line(error)}") from error
 

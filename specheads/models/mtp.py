@@ -304,12 +304,9 @@ class MtpHeads(nn.Module, Heads):
         norm = final_norm(base).state_dict()
         matrix = cast(Tensor, base.get_output_embeddings().weight)
         for layer in map(self.layer, range(self.num_heads)):
-            try:
+            with one_line("the base's last layer is of another kind"):
                 layer.block.load_state_dict(state)
                 layer.norm.load_state_dict(norm)
-            except RuntimeError as error:
-                reason = str(error).splitlines()[-1].strip()
-                raise ValueError(f"the base's last layer is of another kind: {reason}") from None
             if layer.eh_proj is not None:
                 size, first = self.hidden_size, 0 if self.hidden_first else self.hidden_size
                 layer.eh_proj.weight.zero_()

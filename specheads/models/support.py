@@ -31,7 +31,7 @@ from specheads.attention.tree import Tree
 from specheads.config import ConfigError
 from specheads.models.base import context_length, input_device
 from specheads.models.forward import named_positions, pad_rows, thresholds
-from specheads.models.manifest import first_line
+from specheads.models.manifest import one_line
 from specheads.verification.sampling import ROUNDING
 
 NUM_PROMPT_TOKENS = 5
@@ -97,13 +97,8 @@ def tree_support(model: PreTrainedModel) -> Support:
     layers = cache_layers(model)
     if reason := _why_not_at_all(model, layers):
         raise ConfigError(f"{name} {reason}")
-    try:
+    with one_line(f"{name} cannot be decoded step by step with {attention} attention"):
         support = _try_out(model, attention, layers)
-    except (torch.OutOfMemoryError, ConfigError):
-        raise
-    except Exception as error:  # whatever a model's own code may raise
-        problem = f"{name} cannot be decoded step by step with {attention} attention"
-        raise ConfigError(f"{problem}: {first_line(error)}") from error
     _known[model] = attention, support
     return support
 
