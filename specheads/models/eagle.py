@@ -299,6 +299,8 @@ class EagleWalk(RootWalk):
         memory: of the texts up to there.
     """
 
+    _memory: EagleCache
+
     def __init__(
         self, logits: Callable[[Tensor], Tensor], hidden: Tensor, root: Tensor, memory: EagleCache
     ) -> None:

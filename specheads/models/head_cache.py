@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig
 from specheads.attention.cache import RowEnds, TreeLayer, grown_capacity
 from specheads.attention.mask import attend_folded
 from specheads.models.base import Embed
-from specheads.models.layer_step import LayerStep, signed
+from specheads.models.layer_step import LayerStep, Pick, signed
 from specheads.models.manifest import first_line
 from specheads.models.packed import Kept
 
@@ -86,7 +86,7 @@ class Stack:
         self,
         layer: TreeLayer,
         window: int | None,
-        asked: Tensor | None,
+        asked: Pick | None,
         places: Tensor | None,
         queries: Tensor,
         keys: Tensor,
@@ -97,7 +97,7 @@ class Stack:
         Args:
             layer: keys and values [B, n * H, C, h] of these layers; written to.
             window: a position sees so many, itself included; None for all before it.
-            asked: [B, A], which of the new positions' queries are answered; None for all.
+            asked: picks the new positions whose queries are answered; None for all.
             places: [B, A], their slots; None where they see all slots.
             queries: [..., B, G * H, T, h].
             keys: [..., B, H, T, h].
@@ -105,20 +105,21 @@ class Stack:
         """
 
         def by_row(states: Tensor) -> Tensor:
-            return states.reshape(-1, *states.shape[-4:]).transpose(0, 1).flatten(1, 2)
+            return states.transpose(0, 1).flatten(1, 2) if several else states
 
+        several, num_heads = queries.dim() == 5, queries.shape[-3]
+        queries, found = by_row(queries), []
         keys, values = layer.update(by_row(keys), by_row(values))
         if asked is not None:
-            queries = queries.take_along_dim(asked[:, None, :, None], -2)
-        num_asked, num_slots, found = queries.shape[-2], keys.shape[2], []
-        for first in range(0, num_asked, _SPAN):
+            queries = asked(queries)
+        for first in range(0, queries.shape[2], _SPAN):
             some, mask = slice(first, first + _SPAN), None
             if places is not None:
-                mask = visible(places[:, some], num_slots, window)[:, None]
-            part = by_row(queries[..., some, :])
+                mask = visible(places[:, some], keys.shape[2], window)[:, None]
+            part = queries[:, :, some]
             found.append(attend_folded(part, keys, values, mask, self._scale, {}))
-        whole = torch.cat(found, dim=2).unflatten(1, (-1, queries.shape[-3])).transpose(0, 1)
-        return whole.reshape(queries.shape)
+        whole = found[0] if len(found) == 1 else torch.cat(found, dim=2)
+        return whole.unflatten(1, (-1, num_heads)).transpose(0, 1) if several else whole
 
 
 class Slots:
@@ -265,7 +266,9 @@ class RootWalk:
         tokens: [B, n], the nodes' own.
     """
 
-    def __init__(self, root: Tensor, memory: Any) -> None:
+    _memory: RootCache
+
+    def __init__(self, root: Tensor, memory: RootCache) -> None:
         self._memory = memory
         self.depth, self.tokens = 0, root[:, None]
         # [B, n, N]: which nodes have which other, without the root, for ancestor or are the same
@@ -289,7 +292,7 @@ class RootWalk:
             certain: [B, 1 or n, L], of the text.
             lines: [B, n, N], of the tree's nodes.
         """
-        ends: Tensor = self._memory.ends[:, None]
+        ends = self._memory.ends[:, None]
         behind = ends + torch.arange(lines.shape[2], device=ends.device)
         certain = certain.expand(-1, lines.shape[1], -1)
         return certain.scatter(2, behind[:, None].expand_as(lines), lines)
@@ -298,6 +301,14 @@ class RootWalk:
 def last_places(counts: Sequence[int], device: torch.device) -> Tensor:
     """Return the places [B, 1] of the last of ``counts[b]`` positions; the first where none is."""
     return torch.tensor([max(count, 1) - 1 for count in counts], device=device)[:, None]
+
+
+def last_ones(counts: Sequence[int], device: torch.device) -> Pick:
+    """Return what picks of states [B, ..., T, w] the last of ``counts[b]`` positions, T = 1."""
+    if len(counts) == 1:
+        return lambda states: states.narrow(-2, max(counts[0], 1) - 1, 1)
+    places = last_places(counts, device)
+    return lambda states: states.take_along_dim(places.view(-1, *[1] * (states.dim() - 1)), -2)
 
 
 def visible(places: Tensor, num_slots: int, window: int | None = None) -> Tensor:
@@ -379,14 +390,15 @@ class LayerCache(RowCache):
             The cache with them, and what the heads read, [K, B, d] or [B, d], at each row's last
             position: ``heads.contextual`` of the whole text there.
         """
-        num_rows, num_new = hidden.shape[:2]
+        num_new = hidden.shape[1]
         self.slots.reserve(self.lengths, num_new)
-        starts = torch.tensor(self.lengths, device=hidden.device)[:, None]
-        every = starts + torch.arange(num_new, device=hidden.device)
-        last = last_places(counts, hidden.device)
-        # the last position of one row sees all slots
-        final = starts + last if self.window or num_rows > 1 else None
-        waves = self.waves(self.lengths, num_new)
+        waves, last = self.waves(self.lengths, num_new), last_ones(counts, hidden.device)
+        every = final = None
+        # else one row's last position asks, behind which there is nothing
+        if len(self.stacks) > 1 or self.window or list(counts) != [num_new]:
+            starts = torch.tensor(self.lengths, device=hidden.device)[:, None]
+            every = starts + torch.arange(num_new, device=hidden.device)
+            final = last(every[..., None])[..., 0]
         source, found = hidden.to(self.stacks[0].dtype), []
         for stack, layer in zip(self.stacks, self.slots.layers, strict=True):
             chained = stack is not self.stacks[-1]
@@ -394,7 +406,7 @@ class LayerCache(RowCache):
             attend = partial(stack.attend, layer, self.window, asked, places)
             output = stack.step(source, waves, attend, asked)
             if chained:
-                source, output = output, rows_at(output, last)
+                source, output = output, last(output)
             found.append(stack.finish(output[..., 0, :]))
         features = found[0] if len(found) == 1 else torch.cat(found)
         cache = replace(self, lengths=self.grown(counts))

@@ -211,6 +211,7 @@ class Heads(Protocol):
 
     def make_tables(self) -> None:
         """Compute the buffers that no file holds (rotary tables), after a build without memory."""
+        return  # most kinds have none
 
     def contextual(
         self,

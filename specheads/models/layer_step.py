@@ -20,6 +20,7 @@ from specheads.models.packed import MOST_ROWS, Kept, PackedLinear, is_ours, pack
 
 # from queries [B, G * H, Q, h] and the new keys and values [B, H, Q, h] to what the queries read
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Pick = Callable[[Tensor], Tensor]  # from states [B, ..., T, w] to those at some of T positions
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 _NUM_PRODUCTS = 7  # of a layer
 
@@ -72,7 +73,7 @@ class LayerStep:
         self.inner, self.down = joined(mlps, "gate", "up"), joined(mlps, "down")
 
     def __call__(
-        self, x: Tensor, waves: Tensor, attend: Attend, asked: Tensor | None = None
+        self, x: Tensor, waves: Tensor, attend: Attend, asked: Pick | None = None
     ) -> Tensor:
         """Return the residual stream [B, Q, d] behind the layer.
 
@@ -80,7 +81,7 @@ class LayerStep:
             x: [B, Q, d], before it.
             waves: [2, B or 1, Q, h], cosines, and sines with their sign, of the positions.
             attend: looks at more than the new keys and values, or at less.
-            asked: [B, A], the places whose queries ``attend`` answers; None for all.
+            asked: picks the positions whose queries ``attend`` answers; None for all.
         """
         made = self.read(self._normed(x) * self.before).unflatten(-1, (-1, self.width))
         queries, keys, size = self.num_heads
@@ -90,7 +91,7 @@ class LayerStep:
         turned = rotated(turned, waves[:, :, None])
         found = attend(turned[..., :queries, :, :], turned[..., queries:, :, :], values)
         if asked is not None:
-            x = x.take_along_dim(asked[..., None], -2)
+            x = asked(x)
         x = x + self.out(found.transpose(-3, -2).flatten(-2))
         gate, up = self.inner(self._normed(x) * self.within).chunk(2, dim=-1)
         return x + self.down(self.activate(gate) * up)

@@ -562,6 +562,8 @@ class MtpWalk(head_cache.RootWalk):
         memory: of the texts up to there.
     """
 
+    _memory: TextCache
+
     def __init__(
         self, logits: Callable[..., Tensor], hidden: Tensor, root: Tensor, memory: TextCache
     ) -> None:

@@ -94,7 +94,7 @@ class _WithHeads:
             self.mtp = MtpHeads.from_config(config.mtp_heads)
         _leave_on_disk(self, config, heads=config.mtp_heads is None)
 
-    def _get_candidate_generator(
+    def _candidate_generator(
         self, generation_config: GenerationConfig, input_ids: torch.Tensor, **kwargs: Any
     ) -> Any:
         """Do as transformers does, for prompts that it (5.23) can draft behind with MTP modules.
@@ -115,6 +115,8 @@ class _WithHeads:
             )
         theirs: Any = super()
         return theirs._get_candidate_generator(generation_config, input_ids, **kwargs)
+
+    _get_candidate_generator: Any = _candidate_generator
 
 
 class LlamaMtpModel(_Decoder, LlamaModel):
