@@ -155,7 +155,7 @@ class MedusaHead(nn.Module):
         weight = self.condition.weight
         return hidden.to(weight.dtype) + self.condition(conditions.to(weight.dtype))
 
-    def own_features(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map [..., d], the condition added, to what its own part of the matrix reads.
 
         That is [..., d], or [..., r] before a low-rank matrix.
@@ -169,7 +169,7 @@ class MedusaHead(nn.Module):
     def own_product(self, x: Tensor, base_weight: Tensor) -> Tensor:
         """Map [..., d], the condition added, to [..., V'], without a Markov correction."""
         weight = self.own_weight(base_weight)
-        return F.linear(self.own_features(x).to(weight.dtype), weight)
+        return F.linear(self(x).to(weight.dtype), weight)
 
     def own_weight(self, base_weight: Tensor) -> Tensor:
         """Return the output matrix but for a Markov correction; ``base_weight`` [V, d] if shared.

@@ -269,7 +269,7 @@ class MedusaHeads(nn.Module, Heads):
             with torch.no_grad():  # the base's own; Hydra leaves it as it is
                 before = self.embedded(self.given(tokens)[..., : i + 1], embed).flatten(-2)
             hidden = head.conditioned(hidden, before)
-        found = head.own_features(hidden)
+        found = head(hidden)
         if head.markov is None:
             return found
         return head.markov.behind(found, self.given(tokens)[..., i])
@@ -318,7 +318,7 @@ class MedusaHeads(nn.Module, Heads):
 
             @torch.no_grad()
             def each(hidden: Tensor) -> Tensor:
-                features = [head.own_features(hidden) for head in heads]
+                features = [head(hidden) for head in heads]
                 return multiplied(features, [head.own_weight(shared) for head in heads])
 
             return each
