@@ -230,7 +230,7 @@ class Contestants:
 
     @staticmethod
     def load(
-        given: Settings, dtype: str, file: Path, number: int, *, same_rounding: bool = False
+        given: Settings, dtype: str, file: Path, number: int, *, invariant: bool = False
     ) -> "Contestants":
         """Load the model in ``dtype``, and ``number`` questions of ``file``."""
         device = hardware.pick_device(given.device)
@@ -239,7 +239,7 @@ class Contestants:
         limit, export = given.max_new_tokens, subject.export
         decode = DecodeConfig(tree=given.tree, compile=given.compile)
         prompts, digest = prompts_of(subject.base, subject.tokenizer, file, number, limit)
-        contest = Contest.of(subject, limit, compile=given.compile, same_rounding=same_rounding)
+        contest = Contest.of(subject, limit, compile=given.compile, invariant=invariant)
         copying, both = replace(decode, drafter="suffix"), ["heads+suffix"] * bool(export)
         asked = asked_for(copying, both, has_heads=bool(export))
         quoted = quoted_method(export, decode, asked)
@@ -385,13 +385,13 @@ def plain_against_itself(
     ]
 
 
-def same_rounding(one: Contestants, folder: Path, status: Status) -> dict[str, Any]:
+def invariant(one: Contestants, folder: Path, status: Status) -> dict[str, Any]:
     """Return how many greedy texts are plain decoding's where both passes round alike, and a price.
 
     That is how fast both are then; a few questions are answered without it too, in the same turns.
     """
     given, names, without = one.given, ("plain", one.quoted), " without"
-    alike = Contestants.load(given, given.dtype, QUESTIONS, len(one.prompts), same_rounding=True)
+    alike = Contestants.load(given, given.dtype, QUESTIONS, len(one.prompts), invariant=True)
     beside = [replace(each, name=each.name + without) for each in one.only(*names)]
     part = Part("same rounding", alike.prompts, alike.only(*names), 0.0, beside)
     runs, _ = part.answers(folder, status)
@@ -537,7 +537,7 @@ def measure(given: Settings, status: Status) -> None:
     runs, seen = part.answers(folder, status)
     results["float32"] = exact.document({(0.0, 1): runs}, [seen])
     results["identity"]["self_test_error"]["float32"] = tree_support(exact.subject.base).error
-    results["identity"]["same_rounding"] = same_rounding(one, folder, status)
+    results["identity"]["invariant"] = invariant(one, folder, status)
     for name, result in results.items():
         harness.write(given.out / f"{name}.json", result)
     if own_file.is_file():

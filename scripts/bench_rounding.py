@@ -2,7 +2,7 @@
 
     python scripts/bench_rounding.py --base FOLDER --prompts questions.jsonl --out rounding.json
 
-A pass over several tokens may round otherwise than one over one token; with ``same_rounding`` both
+A pass over several tokens may round otherwise than one over one token; with ``invariant`` both
 round alike, where ``rounds_by_shape`` of specheads/models/forward.py says that they can. All is
 done without it ("shape") and with it ("alike"):
 
@@ -10,14 +10,14 @@ rows   random trees of several sizes behind several contexts: the largest differ
        those of one-token passes along each path, and the share of nodes whose logits are bit-equal.
 costs  a pass over one token and over trees, with and without, in turn; the ratio's median and
        quartiles over pairs of neighbouring calls. On a machine that is not idle they mean nothing.
-texts  greedy texts: how many of drafted decoding equal plain's, the drafter knowing plain's text
-       and lying in a share of its guesses; beside them what rounding alone does to plain decoding:
-       plain in a batch of two equal rows, and in passes as wide as the tree's, all guesses wrong.
-       Of first differences it counts those where plain's two best tokens lay within the noise.
+texts  texts by temperature, tree and batch: how many of drafted decoding equal plain decoding's of
+       the same way, alone; the drafter knows plain's text and lies in a share of its guesses. Of
+       first differences it counts those where plain's two best tokens lay within the noise.
 """
 
+import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from specheads.attention.cache import TreeCache
 from specheads.attention.tree import Tree, default_tree
 from specheads.decoding.loop import decode, plain_decode
+from specheads.decoding.result import pad_left
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.measure.clock import Prompt, prompts_of
 from specheads.measure.identity import Rounding, compare
@@ -54,7 +55,9 @@ class Settings:
         nodes: rows, costs: of the trees
         contexts: rows, costs: cached tokens
         calls: costs: pairs per tree and context
-        tree_nodes: texts: of the drafter's tree
+        tree_nodes: texts: of the drafter's trees
+        temperatures: texts: of the sampling
+        batches: texts: prompts that are drafted for together
         hit_rate: texts: share of the drafter's best guesses that are right
         out: write the JSON there
     """
@@ -69,51 +72,66 @@ class Settings:
     calls: int = 100
     num_prompts: int = 96
     max_new_tokens: int = 64
-    tree_nodes: int = 12
+    tree_nodes: tuple[int, ...] = (12, 16)
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    batches: tuple[int, ...] = (1, 4)
     hit_rate: float = 0.5
     seed: int = 0
     out: Path | None = None
 
 
 class Told:
-    """A drafter that is told the text beforehand, and lies in a share of its guesses.
+    """A drafter that is told the texts beforehand, and lies in a share of its guesses.
+
+    Its state is, per row, which text it is, where its root stands, and the root.
 
     Args:
         tree: its shape.
-        text: prompt and continuation.
+        texts: prompts and continuations.
         hit_rate: how often a node's best guess is the text's next token.
     """
 
     taps, deterministic = (), True
 
-    def __init__(self, tree: Tree, text: Sequence[int], hit_rate: float) -> None:
-        self.tree, self.text, self.hit_rate = tree, text, hit_rate
+    def __init__(self, tree: Tree, texts: Sequence[Sequence[int]], hit_rate: float) -> None:
+        self.tree, self.texts, self.hit_rate = tree, texts, hit_rate
         self.random = random.Random(0)
 
-    def start(self, prefill: Prefill) -> tuple[int, Tensor]:
-        """Return where the text's root stands, and the root."""
-        return len(prefill.ids[0]), prefill.root
+    def start(self, prefill: Prefill) -> list[tuple[int, int, int]]:
+        """Return the rows."""
+        places = map(len, prefill.ids)
+        return list(zip(prefill.rows, places, prefill.root.tolist(), strict=True))
 
-    def propose(self, state: tuple[int, Tensor]) -> Candidates:
+    def propose(self, state: list[tuple[int, int, int]]) -> Candidates:
         """Guess."""
-        position, root = state
-        tokens = [int(root)]
-        for depth, rank in zip(
-            self.tree.depths[1:].tolist(), self.tree.ranks[1:].tolist(), strict=True
-        ):
-            place = position + depth
-            right = self.text[place] if place < len(self.text) else 0
-            hit = rank == 0 and self.random.random() < self.hit_rate
-            tokens.append(right if hit else right + 1 + rank if right < 1000 else right - 1 - rank)
-        return Candidates(torch.tensor([tokens]), self.tree)
+        rows = []
+        depths, ranks = self.tree.depths[1:].tolist(), self.tree.ranks[1:].tolist()
+        for row, position, root in state:
+            tokens, text = [root], self.texts[row]
+            for depth, rank in zip(depths, ranks, strict=True):
+                place = position + depth
+                right = text[place] if place < len(text) else 0
+                lie = right + 1 + rank if right < 1000 else right - 1 - rank
+                tokens.append(right if rank == 0 and self.random.random() < self.hit_rate else lie)
+            rows.append(tokens)
+        return Candidates(torch.tensor(rows), self.tree)
 
-    def observe(self, state: tuple[int, Tensor], result: StepResult) -> tuple[int, Tensor]:
+    def observe(
+        self, state: list[tuple[int, int, int]], result: StepResult
+    ) -> list[tuple[int, int, int]]:
         """Move on."""
-        return state[0] + len(result.new_tokens[0]), result.next_root
+        gained = zip(state, result.new_tokens, result.next_root.tolist(), strict=True)
+        return [(row, place + len(new), root) for (row, place, _), new, root in gained]
 
-    def select(self, state: tuple[int, Tensor], rows: Tensor) -> tuple[int, Tensor]:
-        """Keep the only row."""
-        return state
+    def select(self, state: list[tuple[int, int, int]], rows: Tensor) -> list[tuple[int, int, int]]:
+        """Keep some rows."""
+        return [state[row] for row in rows.tolist()]
+
+    def join(
+        self, state: list[tuple[int, int, int]], other: list[tuple[int, int, int]]
+    ) -> list[tuple[int, int, int]]:
+        """Take the rows of both."""
+        return [*state, *other]
 
 
 def random_tree(num_nodes: int, seed: int) -> Tree:
@@ -129,7 +147,7 @@ def random_tree(num_nodes: int, seed: int) -> Tree:
 
 def behind(model: PreTrainedModel, ids: Tensor, alike: bool) -> ModelPass:
     """Return passes behind a text [1, P] that was read."""
-    base = ModelPass(model, TreeCache(), same_rounding=alike)
+    base = ModelPass(model, TreeCache(), invariant=alike)
     base.read(ids, [ids.shape[1]])
     return base
 
@@ -186,62 +204,53 @@ def costs(model: PreTrainedModel, given: Settings) -> list[dict[str, Any]]:
     return found
 
 
-def texts(model: PreTrainedModel, given: Settings, tokenizer: Any) -> dict[str, Any]:
-    """Count the greedy texts that equal plain decoding's, with and without."""
+def texts(model: PreTrainedModel, given: Settings, tokenizer: Any) -> list[dict[str, Any]]:
+    """Count the texts that equal plain decoding's, with and without."""
     assert given.prompts is not None
-    limit = given.max_new_tokens
+    limit, found = given.max_new_tokens, []
     prompts, _ = prompts_of(model, tokenizer, given.prompts, given.num_prompts, limit)
     settings = {"max_new_tokens": limit, "eos_token_ids": end_tokens(model, tokenizer)}
-    tree = default_tree(3, given.tree_nodes)
-    plain: dict[str, list[list[int]]] = {name: [] for name in WAYS}
-    others: dict[str, list[list[int]]] = {}
-
-    def note(name: str, text: Sequence[int]) -> None:
-        others.setdefault(name, []).append(list(text))
-
-    for number, prompt in enumerate(prompts, 1):
-        ids = prompt.input_ids
+    for temperature in given.temperatures:
+        samplers = [Sampler(temperature, seed=number) for number in range(len(prompts))]
         for name, alike in WAYS.items():
-            own = plain_decode(model, ids, same_rounding=alike, **settings).new_tokens
-            plain[name].append(own)
-            known = [*ids[0].tolist(), *own]
-            for kind, hit_rate in (("drafted", given.hit_rate), ("widened", 0.0)):
-                drafter = Told(tree, known, hit_rate)
-                drafted = decode(model, drafter, ids, same_rounding=alike, **settings)
-                note(f"{name}_{kind}", drafted.new_tokens)
-        twice = plain_decode(model, ids.repeat(2, 1), **settings).rows[0].new_tokens
-        note("shape_pair", twice)
-        equal = {name: count(name, plain, texts) for name, texts in others.items()}
-        between = count("shape", plain, plain["alike"])
-        print(
-            f"{number} texts, equal to plain's: {equal}; plain with and without: {between}",
-            flush=True,
-        )
-    judged = {name: judge(model, prompts, plain, name, others[name], given) for name in others}
-    return {"texts": len(prompts), "plain_with_and_without": between, "ways": judged}
-
-
-def count(name: str, plain: Mapping[str, Sequence[Any]], other: Sequence[Any]) -> int:
-    """Return how many of some texts equal plain decoding's of the same way."""
-    return sum(a == b for a, b in zip(plain[name.partition("_")[0]], other, strict=True))
+            plain = [
+                plain_decode(
+                    model, prompt.input_ids, invariant=alike, sampler=sampler, **settings
+                ).new_tokens
+                for prompt, sampler in zip(prompts, samplers, strict=True)
+            ]
+            known = [[*p.input_ids[0].tolist(), *t] for p, t in zip(prompts, plain, strict=True)]
+            for num_nodes, size in itertools.product(given.tree_nodes, given.batches):
+                tree, drafted = default_tree(3, num_nodes), []
+                for first in range(0, len(prompts), size):
+                    some = slice(first, first + size)
+                    ids, mask = pad_left([prompt.input_ids for prompt in prompts[some]])
+                    drafter = Told(tree, known[some], given.hit_rate)
+                    how = {"attention_mask": mask, "sampler": samplers[first], "invariant": alike}
+                    rows = decode(model, drafter, ids, **how, **settings).rows
+                    drafted += [row.new_tokens for row in rows]
+                line = {"way": name, "temperature": temperature, "nodes": num_nodes, "batch": size}
+                line |= judge(model, prompts, plain, drafted, samplers, num_nodes)
+                print(line, flush=True)
+                found.append(line)
+    return found
 
 
 def judge(
     model: PreTrainedModel,
     prompts: Sequence[Prompt],
-    plain: Mapping[str, list[list[int]]],
-    name: str,
-    other: list[list[int]],
-    given: Settings,
+    plain: list[list[int]],
+    drafted: list[list[int]],
+    samplers: Sequence[Sampler],
+    num_nodes: int,
 ) -> dict[str, int]:
     """Return how many texts are plain's, and how many first differences rounding explains."""
-    way = name.partition("_")[0]
-    pairs = [(p.input_ids, text) for p, text in zip(prompts, plain[way], strict=True)]
-    differing = [i for i, text in enumerate(other) if text != plain[way][i]]
-    noise = Rounding(model, [pairs[i] for i in differing], [given.tree_nodes])
-    first = compare(prompts, plain[way], other, [Sampler()] * len(other), rounding=noise)
+    pairs = [(p.input_ids, text) for p, text in zip(prompts, plain, strict=True)]
+    differing = [i for i, text in enumerate(drafted) if text != plain[i]]
+    noise = Rounding(model, [pairs[i] for i in differing], [num_nodes])
+    first = compare(prompts, plain, drafted, samplers, rounding=noise)
     near = sum(each.near_tie for each in first)
-    return {"equal": len(other) - len(first), "differ": len(first), "near_ties": near}
+    return {"equal": len(drafted) - len(first), "differ": len(first), "near_ties": near}
 
 
 def main() -> None:

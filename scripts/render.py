@@ -405,11 +405,11 @@ def real_identity(read: Read) -> str:
     ]
     head = "decoding, T=0 | dtype | texts equal to plain decoding's | others that differ at a"
     head += " near-tie | ... closer than the self-test's error | largest margin | self-test's error"
-    if (alike := found.get("same_rounding")) is None:  # measured before there was such a part
+    if (alike := found.get("invariant")) is None:  # measured before there was such a part
         return table(head, lines)
     plain, heads = (with_bounds(of["speedup"], of["ci95"]) for of in alike["speed"])
     price = (
-        f"With `decode.same_rounding=true` {alike['identical']} of {alike['compared']} texts of the"
+        f"With `decode.invariant=true` {alike['identical']} of {alike['compared']} texts of the"
         f" heads are plain decoding's; plain decoding then makes {plain} and the heads {heads}"
         " times as many tokens per second as without (95%)."
     )

@@ -53,7 +53,7 @@ def run(config: BenchConfig) -> None:
     rule = acceptance_rule(decode)
     lossy = None if rule.lossless else rule
     contest = bench.Contest.of(
-        subject, config.max_new_tokens, compile=decode.compile, same_rounding=decode.same_rounding
+        subject, config.max_new_tokens, compile=decode.compile, invariant=decode.invariant
     )
     methods = contest.baselines(batched=max(sizes) > 1)
     if export:

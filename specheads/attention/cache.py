@@ -367,9 +367,14 @@ class TreeCache(Cache):
         self.shorten(known)
         return known
 
-    def select(self, rows: Tensor) -> None:
-        """Keep the rows ``rows`` [R] (long), in that order; only rows that move are copied."""
-        kept, end = rows.tolist(), self.rows.longest
+    def select(self, rows: Tensor, ahead: int = 0) -> None:
+        """Keep the rows ``rows`` [R] (long), in that order; only rows that move are copied.
+
+        Args:
+            rows: one may come several times.
+            ahead: tokens of a pass that was not committed yet, which move along.
+        """
+        kept, end = rows.tolist(), self.rows.longest + ahead
         moved = [(row, place) for place, row in enumerate(kept) if row != place]
         if len(kept) > len(self.lengths):
             for layer in self._live_layers():

@@ -14,7 +14,7 @@ reads. Here the query heads of a group are laid one behind the other along the q
 share the mask's rows: kernels with masks have no grouped mode (``enable_gqa``) on a GPU, and the
 one on a CPU takes up to five times as long for a query per row.
 
-:func:`ordered_attention` gives a token the same bits whatever else is in its pass. The kernels do
+:func:`invariant_attention` gives a token the same bits whatever else is in its pass. The kernels do
 not: a node's key lies in another slot than plain decoding would give it, so that sums over keys are
 formed in another order, and bfloat16 keeps too few bits to hide it. :func:`block_attention` does as
 much for rows of plain decoding in batches, at a lower price.
@@ -23,10 +23,10 @@ much for rows of plain decoding in batches, at a lower price.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -223,85 +223,105 @@ def grouped_attention_traced() -> Iterator[None]:
         _traced = before
 
 
-# Keys that are summed in one matrix product, beside those of a tree. MKL adds them one after the
-# other, so that the zeros of hidden slots change nothing, up to 384 of them on Intel's processors
-# and 192 on AMD's; more it adds in parts that depend on the number
-KEY_BLOCK = 128
-# of the forward pass at hand: see attend_in_order; the mask is laid out by the first layer
-_ordered_active: ContextVar[tuple[Tensor | None, _Folded] | None] = ContextVar(
-    "specheads_ordered", default=None
-)
+KEY_BLOCK = 128  # keys of a call where prompts and rows of plain decoding are read in blocks
+# Positions whose keys a guess is shown in their own places: as few as may be, as they are copied
+# for each, but the blocks of all positions before them are weighed one by one
+_INVARIANT_BLOCK = 32
 
 
-def ordered_attention(
-    tree: Tree | RowTrees, num_cached: int
+class _Layout(NamedTuple):
+    """Where a pass finds the keys of positions, see :func:`attend_invariant`.
+
+    Attributes:
+        whole: per row the blocks of positions that lie before its end.
+        slots: per row [N * M * 32], for each of the N tokens those of the M blocks behind them.
+        mask: per row [N * M, 1, 4, 32], additive: what a token does not see.
+    """
+
+    whole: list[int]
+    slots: Tensor
+    mask: Tensor
+
+
+_invariant_active: ContextVar[_Layout | None] = ContextVar("specheads_invariant", default=None)
+
+
+def invariant_attention(
+    tree: Tree | RowTrees, rows: RowEnds, dtype: torch.dtype
 ) -> contextlib.AbstractContextManager[None]:
-    """While open, sdpa attention of one row along ``tree`` does not round by the pass's shape."""
+    """While open, sdpa attention along ``tree`` rounds as if each of its nodes were read alone."""
     _install_grouped()
-    return held(_ordered_active, (_key_blocks(tree, num_cached), {}))
+    return held(_invariant_active, _invariant_layout(tree, rows.lengths, dtype))
 
 
-def _key_blocks(tree: Tree | RowTrees, num_cached: int) -> Tensor | None:
-    """Return the block of each key's position [L]; None where all are those of their slots."""
-    depths = batched(tree, tree.depths)[0]
-    if num_cached // KEY_BLOCK == (num_cached + len(depths) - 1) // KEY_BLOCK:
-        return None
-    return torch.cat([torch.arange(num_cached), num_cached + depths]) // KEY_BLOCK
+def _invariant_layout(tree: Tree | RowTrees, lengths: Sequence[int], dtype: torch.dtype) -> _Layout:
+    size, ends = _INVARIANT_BLOCK, torch.tensor(lengths)
+    whole = ends // size
+    num_blocks = int((ends % size).max() + tree.max_depth) // size + 1
+    ahead = torch.arange(num_blocks * size) - (ends % size)[:, None]  # of each row's end, [B, T]
+    ancestors = batched(tree, tree.ancestors).expand(len(lengths), -1, -1)
+    depth = ahead.clamp(0, tree.max_depth)[:, None].expand(-1, tree.num_nodes, -1)
+    above = ancestors.gather(2, depth).clamp(min=0)
+    slots = ends[:, None, None] + torch.where(ahead[:, None] < 0, ahead[:, None], above)
+    hidden = ahead[:, None] > batched(tree, tree.depths)[..., None]
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
+    mask = mask.view(len(lengths), -1, 1, 1, size).expand(-1, -1, -1, _QUERIES, -1)
+    return _Layout(whole.tolist(), slots.flatten(1), mask)
 
 
-def attend_in_order(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float | None,
-    blocks: Tensor | None,
-    folded: _Folded,
+def attend_invariant(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, layout: _Layout
 ) -> Tensor:
-    """Attend so that a query's bits depend neither on other queries nor on where hidden keys lie.
+    """Attend on a CPU so that a token's bits depend on the tokens before it alone.
 
-    All in float32. Weights are summed in float64, where the order does not show; the weighted sum
-    of values is formed by blocks of keys' positions, and within a block in the order of slots.
+    Neither other rows and tokens nor the slots of keys play a part. The kernel of
+    ``scaled_dot_product_attention`` sums over the keys of a call in the order of their slots; here
+    each call is over the 32 keys of a block of positions. All tokens of a row share the blocks that
+    lie before its end. Of those behind, every token is given its own copy, its ancestors in the
+    places of their positions. Blocks are weighed in float64, where the order does not show.
 
     Args:
-        query: [1, H * G, N, d].
-        key: [1, H, L, d].
-        value: [1, H, L, e].
-        mask: [1, 1, N, L], additive.
+        query: [B, H * G, N, d].
+        key: [B, H, L, d].
+        value: [B, H, L, d].
         scale: None is 1 / sqrt(d).
-        blocks: [L], which block each key belongs to; None: those of its slot.
-        folded: see :func:`attend_folded`.
+        layout: of the pass.
 
     Returns:
-        [1, N, H * G, e].
+        [B, N, H * G, d].
     """
-    (_, num_heads, num_keys, width), num_tokens = key.shape, query.shape[2]
-    queries = query.reshape(num_heads, -1, width).float()
-    num_queries = queries.shape[1]
-    # MKL takes other kernels, which round otherwise, for fewer rows than that
-    padding = max(width // 16, 2, num_queries) - num_queries
-    if padding:
-        queries = pad(queries, (0, 0, 0, padding))
-    if (known := (id(mask), num_queries)) not in folded:
-        laid_out = mask[0].float().repeat(1, num_queries // num_tokens, 1)
-        folded[known] = mask, pad(laid_out, (0, 0, 0, padding))
-    keys, values = key[0].float(), value[0].float()
-    alpha = scale or width**-0.5
-    weights = torch.baddbmm(folded[known][1], queries, keys.transpose(1, 2), alpha=alpha)
-    weights.sub_(weights.amax(-1, keepdim=True)).exp_()
-    total = weights.sum(-1, keepdim=True, dtype=torch.float64)
-    output = None
-    for first in range(0, num_keys, KEY_BLOCK):
-        # nodes may lie behind the end of the block that their positions belong to
-        stop = first + KEY_BLOCK + (0 if blocks is None else num_tokens)
-        part = weights[..., first:stop]
-        if blocks is not None:
-            part = part.masked_fill(blocks[first:stop] != first // KEY_BLOCK, 0)
-        summed = torch.bmm(part, values[:, first:stop])
-        output = summed if output is None else output.add_(summed)
-    assert output is not None
-    output = output.div_(total)[:, :num_queries].reshape(1, -1, num_tokens, value.shape[3])
-    return output.transpose(1, 2).to(query.dtype, memory_format=torch.contiguous_format)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    size, num_heads, num_tokens = _INVARIANT_BLOCK, key.shape[1], query.shape[2]
+    groups = query.shape[1] // num_heads
+    by_token = query.unflatten(1, (num_heads, groups)).permute(0, 3, 1, 2, 4)  # [B, N, H, G, d]
+    outputs = []
+    for row, asked in enumerate(by_token):
+        num_whole, mask = layout.whole[row], layout.mask[row]
+        num_own = len(mask) // num_tokens
+        picked = (
+            each[row].index_select(1, layout.slots[row]).unflatten(1, (-1, size)).transpose(0, 1)
+            for each in (key, value)
+        )
+        own = pad(asked, (0, 0, 0, -groups % _QUERIES)).repeat_interleave(num_own, 0)
+        mask = mask.expand(-1, -1, own.shape[2], -1)
+        parts, sums = attend(own, *picked, attn_mask=mask, scale=scale)
+        parts = parts.unflatten(0, (num_tokens, num_own)).transpose(0, 1)[:, :, :, :groups]
+        sums = sums.unflatten(0, (num_tokens, num_own)).transpose(0, 1)[..., :groups]
+        if num_whole:
+            shared = (
+                each[row, :, : num_whole * size].unflatten(1, (num_whole, size)).transpose(0, 1)
+                for each in (key, value)
+            )
+            every = asked.transpose(0, 1).flatten(1, 2)  # [H, N * G, d]
+            every = pad(every, (0, 0, 0, -every.shape[1] % _QUERIES))
+            before, of_before = attend(every.expand(num_whole, -1, -1, -1), *shared, scale=scale)
+            there = num_tokens * groups
+            before = before[:, :, :there].unflatten(2, (num_tokens, groups)).transpose(1, 2)
+            of_before = of_before[..., :there].unflatten(2, (num_tokens, groups)).transpose(1, 2)
+            parts, sums = torch.cat([before, parts]), torch.cat([of_before, sums])
+        weights = sums.double().softmax(0)[..., None]
+        outputs.append((weights * parts).sum(0).to(query.dtype))
+    return torch.stack(outputs).flatten(2, 3)
 
 
 @lru_cache(maxsize=1)
@@ -319,11 +339,10 @@ def _install_grouped() -> None:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         compiling = torch.compiler.is_compiling()
-        ordered = None if compiling else _ordered_active.get()
+        layout = None if compiling else _invariant_active.get()
         scale = kwargs.get("scaling")
-        if ordered and attention_mask is not None and _is_plain(args, kwargs):
-            output = attend_in_order(query, key, value, attention_mask, scale, *ordered)
-            return output, None
+        if layout is not None and _is_plain(args, kwargs):
+            return attend_invariant(query, key, value, scale, layout), None
         folded = ({} if _traced else None) if compiling else _grouped_active.get()
         # the kernel takes values as wide as keys; models with others round by shape
         in_blocks = not compiling and _blocks_active.get() and attention_mask is not None

@@ -173,6 +173,11 @@ class RowTrees:
         """N, the root included."""
         return self.parents.shape[1]
 
+    def select(self, rows: Tensor) -> RowTrees:
+        """Return the trees of the rows ``rows`` [R] (long)."""
+        each = (self.parents, self.depths, self.tree_mask, self.ancestors)
+        return RowTrees(*(tensor[rows] for tensor in each), self.max_depth)
+
 
 @lru_cache(maxsize=1024)
 def _row_trees(parents: tuple[tuple[int, ...], ...], max_depth: int) -> RowTrees:

@@ -40,10 +40,13 @@ class DecodeConfig(Section):
     # of a tree that is grown at each step or merged, root included; 0: what tree_search found, all
     num_nodes: int = 0
     compile: bool = False  # torch.compile the base's passes, CUDA graphs on a GPU; slow to start
-    # in 16 bits on a CPU let plain and drafted passes round alike, so that texts are equal; slower
-    same_rounding: bool = False
+    # in 16 bits on a CPU: a row's bits are the same whatever else is in a pass, so that texts are
+    # plain decoding's; slower
+    invariant: bool = False
     # lossy ones: NOT the base's distribution
-    acceptance: str = one_of("exact", "lossy_typical", "lossy_lenient")
+    acceptance: str = one_of("exact", "lossy_kl", "lossy_tv", "lossy_typical", "lossy_lenient")
+    # of lossy_kl in nats, of lossy_tv a probability: how far a token's distribution may be off
+    bound: float = at_least(0, 0.0)
     epsilon: float = at_least(0, 0.09)  # of lossy_typical, larger is stricter
     delta: float = at_least(0, 0.3)  # of lossy_typical, larger is stricter
     lenience: float = within("(0, 1]", 0.5)  # of lossy_lenient, 1 is exact

@@ -8,7 +8,7 @@ walked along them, and near-ties on the way are settled; else a rule of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -23,7 +23,8 @@ from specheads.system.errors import at_least, one_of, within
 from specheads.verification import acceptance as rules
 from specheads.verification.sampling import Chance
 
-RULES = ("exact", "walk", "lossy_typical", "lossy_lenient")
+BOUNDED = {"lossy_kl": "kl", "lossy_tv": "tv"}  # and what bounds them
+RULES = ("exact", "walk", *BOUNDED, "lossy_typical", "lossy_lenient")
 
 
 @dataclass(frozen=True)
@@ -37,33 +38,68 @@ class Acceptance:
             siblings, block verification for sampled chains.
             walk: sample-and-walk for all; with a seed, the tokens of plain decoding even where
             candidates are sampled.
+            lossy_kl, lossy_tv: NOT the base model's distribution, but within ``bound`` of it, see
+            ``tilted`` in :mod:`specheads.verification.acceptance`. At temperature 0, where there is
+            one token to be near to, and with a bound of 0 they are exact.
             lossy_typical, lossy_lenient: NOT the base model's distribution, see ``typical`` and
             ``reject`` in :mod:`specheads.verification.acceptance`. At temperature 0 they compare
             likelihoods at temperature 1.
         epsilon: of lossy_typical; larger is stricter.
         delta: of lossy_typical; larger is stricter.
         lenience: of lossy_lenient; 1 is exact, smaller accepts more.
+        bound: of lossy_kl in nats, of lossy_tv a probability; of every token, given its prefix.
     """
 
     rule: str = "exact"
     epsilon: float = 0.09
     delta: float = 0.3
     lenience: float = 0.5
+    bound: float = 0.0
 
     def __post_init__(self) -> None:
         one_of("acceptance rule", self.rule, *RULES)
-        at_least(self, epsilon=0, delta=0)
+        at_least(self, epsilon=0, delta=0, bound=0)
         within(self, lenience="(0, 1]")
+        if self.rule == "lossy_tv":
+            within(self, bound="[0, 1]")
 
     @property
     def lossless(self) -> bool:
         """Whether the output is distributed as the base model's."""
-        return not self.rule.startswith("lossy")
+        return not self.rule.startswith("lossy") or (self.rule in BOUNDED and self.bound == 0)
 
     def walks(self, candidates: Candidates, *, greedy: bool) -> bool:
         """Whether the base model's own draws decide; :meth:`decide` is for all other cases."""
-        sampled = candidates.sampling != "none"
-        return self.rule == "walk" or (self.rule == "exact" and (greedy or not sampled))
+        if self.rule == "walk" or greedy:
+            return self.lossless or self.rule in BOUNDED
+        return self.lossless and candidates.sampling == "none"
+
+    def output_probs(
+        self, candidates: Candidates, base_probs: Tensor, *, greedy: bool
+    ) -> Tensor | None:
+        """Return what tokens are drawn from after each node, given its prefix, under a lossy rule.
+
+        Args:
+            candidates: the trees, equal siblings merged.
+            base_probs: see :meth:`decide`.
+            greedy: whether temperature is 0.
+
+        Returns:
+            [B, N, V]; not a number where there is no closed form (lossy_lenient with siblings that
+            were sampled); None where a rule leaves nothing to chance.
+        """
+        tokens, tree, drafted = candidates.tokens, candidates.tree, candidates.draft_probs
+        if self.rule in BOUNDED:
+            among = rules.guessed(tokens, tree, base_probs.shape[-1])
+            if drafted is not None:  # where there are no guesses, there is nothing to be near to
+                among = torch.where(among.any(-1, keepdim=True), drafted.to(base_probs), base_probs)
+            return rules.tilted(base_probs, among, self.bound, BOUNDED[self.rule])
+        if self.rule == "lossy_typical" or greedy:
+            return None
+        if candidates.sampling == "without_replacement":
+            return torch.full_like(base_probs, torch.nan)
+        drafted = None if drafted is None else drafted.to(base_probs)
+        return rules.leniently(tokens, tree, base_probs, drafted, self.lenience)
 
     def decide(
         self, candidates: Candidates, base_probs: Tensor, chance: Chance, *, greedy: bool
@@ -71,9 +107,9 @@ class Acceptance:
         """Apply the rule.
 
         Args:
-            candidates: the trees.
+            candidates: the trees, equal siblings merged where they are deterministic.
             base_probs: [B, N, V], after all warpers, each given its node's prefix; at temperature
-                0 those of temperature 1.
+                0 those of temperature 1; of lossy_kl and lossy_tv those of :meth:`output_probs`.
             chance: the random choices.
             greedy: whether temperature is 0.
 
@@ -91,8 +127,6 @@ class Acceptance:
         lenient = self.rule == "lossy_lenient"
         if lenient and greedy:
             return rules.lenient_greedy(tokens, tree, base_probs, lenience=self.lenience)
-        if sampling == "none":
-            tokens, tree = rules.merge_siblings(tokens, tree)
         if sampling == "chain" and draft_probs is not None and not lenient:
             return rules.block(tokens, base_probs, draft_probs, chance)
         lenience = self.lenience if lenient else 1.0
@@ -121,12 +155,13 @@ def accept(
         The result, and the logits [B, N, V] after processors.
     """
     if acceptance.walks(candidates, greedy=chooser.sampler.temperature == 0):
-        found = _walk_down(candidates, logits, chooser, rows)
+        found, divergence = _walk_down(candidates, logits, chooser, rows), None
     else:
-        found = _apply_rule(candidates, logits, chooser, rows, acceptance)
+        *found, divergence = _apply_rule(candidates, logits, chooser, rows, acceptance)
     base_tokens, processed, followed = found
     tree, tokens, own = candidates.tree, candidates.tokens, candidates.own
-    return StepResult(tree, tokens, base_tokens, hidden, *followed, own), processed
+    result = StepResult(tree, tokens, base_tokens, hidden, *followed, own, divergence)
+    return result, processed
 
 
 # path [B, D+1], num_accepted [B], next_root [B], tokens gained: as they stand in a StepResult
@@ -202,25 +237,45 @@ def follow_on_device(
 
 def _apply_rule(
     candidates: Candidates, logits: Tensor, chooser: Chooser, rows: Rows, acceptance: Acceptance
-) -> tuple[Tensor, Tensor, Followed]:
+) -> tuple[Tensor, Tensor, Followed, Tensor | None]:
     """Let the rule decide from the base model's distributions at the nodes.
 
     Returns:
-        The base model's likeliest tokens [B, N], the logits [B, N, V] after processors, the way.
+        The base model's likeliest tokens [B, N], the logits [B, N, V] after processors, the way,
+        and of a lossy rule the divergence, see :class:`StepResult`.
     """
     sampler = chooser.sampler
     _, processed = chooser.processors.at_nodes(candidates, logits, rows)
-    base_probs = sampler.probs(processed)
+    greedy, base_probs = sampler.temperature == 0, sampler.probs(processed)
     positions = torch.tensor(rows.roots, device=logits.device)
     seeds = sampler.seeds_of(rows.numbers)
     chance = Chance(0, positions, seeds, candidates.tree.num_nodes)
+    if candidates.sampling == "none":
+        merged = rules.merge_siblings(candidates.tokens.to(logits.device), candidates.tree)
+        candidates = replace(candidates, tokens=merged[0], tree=merged[1])
+    probs = (
+        None
+        if acceptance.lossless
+        else acceptance.output_probs(candidates, base_probs, greedy=greedy)
+    )
+    decided_by = probs if acceptance.rule in BOUNDED and probs is not None else base_probs
     path, num_accepted, next_token = acceptance.decide(
-        candidates, base_probs, chance, greedy=sampler.temperature == 0
+        candidates, decided_by, chance, greedy=greedy
     )
     tokens = candidates.tokens.to(logits.device)
     guessed = tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
     emitted = torch.cat([guessed[:, 1:], torch.full_like(guessed[:, :1], -1)], dim=1)
     emitted = emitted.scatter(1, num_accepted[:, None], next_token[:, None])
+    divergence = None
+    if not acceptance.lossless:
+        each, nodes = torch.arange(len(path), device=path.device)[:, None], path.clamp(min=0)
+        along = base_probs[each, nodes]
+        if probs is None:  # a rule that gives one token
+            written = torch.zeros_like(along).scatter(2, emitted.clamp(min=0)[..., None], 1)
+        else:
+            written = probs[each, nodes]
+        divergence = rules.divergences(written, along)
     # the step's only synchronisation
     gained = [[token for token in row if token >= 0] for row in emitted.tolist()]
-    return base_probs.argmax(-1), processed, (path, num_accepted, next_token, gained)
+    followed = path, num_accepted, next_token, gained
+    return base_probs.argmax(-1), processed, followed, divergence

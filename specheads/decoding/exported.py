@@ -90,7 +90,9 @@ def dynamic_settings(export: Export) -> dict[str, Any]:
 
 def acceptance_rule(decode: DecodeConfig) -> Acceptance:
     """Return the rule that ``decode`` asks for."""
-    return Acceptance(decode.acceptance, decode.epsilon, decode.delta, decode.lenience)
+    return Acceptance(
+        decode.acceptance, decode.epsilon, decode.delta, decode.lenience, decode.bound
+    )
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,12 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
 from specheads.attention.cache import TreeCache
 from specheads.config.commands import DecodeConfig, TextSettings
 from specheads.decoding.accept import Acceptance
+from specheads.decoding.beams import Beams
 from specheads.decoding.exported import Subject, acceptance_rule, choose_drafter, load_subject
 from specheads.decoding.loop import Settings, decode
 from specheads.decoding.result import DecodedRow, DecodeResult, OnTokens, pad_left
@@ -70,9 +71,12 @@ def check_settings(
     Raises:
         ValueError: one line.
     """
-    check((config.num_beams or 1) == 1, "num_beams", config.num_beams, "1")
     mode = config.get_generation_mode()
-    plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+    plain = mode in (
+        GenerationMode.GREEDY_SEARCH,
+        GenerationMode.SAMPLE,
+        GenerationMode.BEAM_SEARCH,
+    )
     tree, twice = "a step reads a tree of guesses", "it reads every token a second time"
     encoder = "a causal model has no encoder; repetition_penalty looks at the prompt too"
     for name, given, why in (
@@ -146,7 +150,7 @@ class SpecDecoder:
         tokenizer: reads ``stop_strings``.
         acceptance: the rule by which candidates are accepted; exact if None.
         compile: compile the base's passes; the first of each shape takes a while.
-        same_rounding: in 16 bits on a CPU, let plain and drafted passes round alike.
+        invariant: see :class:`~specheads.decoding.loop.Settings`.
         decode: is called with what was asked for, as ``generate`` reads it; a server that decodes
             later gives its own.
 
@@ -167,7 +171,7 @@ class SpecDecoder:
     tokenizer: PreTrainedTokenizerBase | None = None
     acceptance: Acceptance | None = None
     compile: bool = field(default=False, kw_only=True)
-    same_rounding: bool = field(default=False, kw_only=True)
+    invariant: bool = field(default=False, kw_only=True)
     decode: Callable[..., DecodeResult] = field(default=decode, kw_only=True)
     on_tokens: OnTokens | None = field(default=None, init=False)
     last_result: DecodeResult | None = field(default=None, init=False)
@@ -211,7 +215,7 @@ class SpecDecoder:
             tokenizer=subject.tokenizer,
             acceptance=acceptance_rule(decode),
             compile=decode.compile,
-            same_rounding=decode.same_rounding,
+            invariant=decode.invariant,
         )
 
     def generate(
@@ -248,12 +252,14 @@ class SpecDecoder:
                 ``stopping_criteria``, ``generation_config``, any other field of it, ...
                 ``past_key_values``: a TreeCache, empty or of an earlier turn of the conversation;
                 give all of its tokens as ``input_ids``, and only what is new is read.
+                ``num_beams``, ``length_penalty``, ``early_stopping``: transformers' beam search,
+                see :mod:`specheads.decoding.beams`.
                 ``output_scores``, ``output_logits``: keep them in the result, per new token [B, V].
                 ``return_dict_in_generate``: keep the cache in the result, for the next turn.
 
         Raises:
-            ValueError: for what a tree of guesses does not go with (beams, other assistants,
-                attentions, hidden states), and what ``generate`` refuses.
+            ValueError: for what a tree of guesses does not go with (beams that are sampled, other
+                assistants, attentions, hidden states), and what ``generate`` refuses.
         """
         check(input_ids.dim() == 2, "input_ids", list(input_ids.shape), "[B, P]")
         input_ids = input_ids.to(device := input_device(self.base))
@@ -315,12 +321,16 @@ class SpecDecoder:
             raise ValueError(f"streamer takes one prompt at a time, got {input_ids.shape[0]}")
         as_dict = bool(config.return_dict_in_generate)
         pad = config._pad_token_tensor
-        max_length, eos, others = split_rules(config, stopping_criteria)
         if stop_strings:
             if self.tokenizer is None:
                 raise ValueError("stop_strings need a tokenizer: SpecDecoder(..., tokenizer=...)")
-            others.append(StopStringCriteria(self.tokenizer, stop_strings))
+            stopping_criteria.append(StopStringCriteria(self.tokenizer, stop_strings))
+        max_length, eos, others = split_rules(config, stopping_criteria)
         self.last_result = None  # a kept cache would stay in memory beside the new one
+        if (config.num_beams or 1) > 1:
+            return self._search(
+                input_ids, logits_processor, stopping_criteria, config, model_kwargs
+            )
         cache = tree_cache(model_kwargs.get("past_key_values"), as_dict)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
@@ -340,7 +350,7 @@ class SpecDecoder:
             pad_token_id=0 if pad is None else int(pad),
             keep_scores=as_dict and bool(config.output_scores or config.output_logits),
             compile=self.compile,
-            same_rounding=self.same_rounding,
+            invariant=self.invariant,
         )
         if self.streamer is not None:
             self.streamer.end()
@@ -352,6 +362,35 @@ class SpecDecoder:
             scores=cast(Any, result.scores if config.output_scores else None),
             logits=cast(Any, result.logits if config.output_logits else None),
             past_key_values=result.cache,
+        )
+
+    def _search(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ) -> Tensor | GenerateBeamDecoderOnlyOutput:
+        """Search with beams."""
+        for name, given in (
+            ("streamer", self.streamer),
+            ("on_tokens", self.on_tokens),
+            ("a lossy acceptance", self.acceptance and not self.acceptance.lossless),
+        ):
+            if given:
+                raise ValueError(f"{name} does not go with num_beams={config.num_beams}")
+        tree_cache(model_kwargs.get("past_key_values"), keep=False)
+        mask = model_kwargs.get("attention_mask")
+        beams = Beams(self.base, self.drafter, input_ids, config, mask, compiled=self.compile)
+        result = self.last_result = beams.search(logits_processor, stopping_criteria)
+        if not config.return_dict_in_generate:
+            return result.sequences
+        return GenerateBeamDecoderOnlyOutput(
+            sequences=cast(LongTensor, result.sequences),
+            sequences_scores=cast(Any, result.sequences_scores),
+            scores=cast(Any, result.scores),
+            logits=cast(Any, result.logits),
         )
 
     def _sampler(self, config: GenerationConfig, seed: int | None) -> Sampler:

@@ -14,13 +14,14 @@ decoding and not almost always so. This rests on rounding being below ``sampling
 the self-test measures more, near-ties are wider by as much; but a model which multiplies rounding
 like that (dozens of layers with random weights did) is not promised to give the very tokens of
 plain decoding. In bfloat16 and float16 rounding is so coarse that near-ties are common, and no
-replay is made: outputs are plausible, not identical, but where passes are made to round alike, see
-:func:`~specheads.models.forward.rounds_by_shape`.
+replay is made: outputs are plausible, not identical, but with ``invariant``, where passes round
+alike, see :func:`~specheads.models.forward.rounds_by_shape`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,7 +58,8 @@ class Settings(Limits):
             only the rest is read.
         pad_token_id: stands in ``sequences`` behind rows that ended early.
         compile: run all passes but the prefill compiled; the first of each shape takes a while.
-        same_rounding: in 16 bits on a CPU, let passes over one token and over a tree round alike.
+        invariant: in 16 bits on a CPU, let a row's bits be the same whatever else is in a pass, so
+            that all texts that are begun anew are those of plain decoding.
     """
 
     attention_mask: Tensor | None = None
@@ -67,7 +69,7 @@ class Settings(Limits):
     cache: TreeCache | None = None
     pad_token_id: int = 0
     compile: bool = False
-    same_rounding: bool = False
+    invariant: bool = False
 
     @property
     def drops_rows(self) -> bool:
@@ -116,7 +118,7 @@ def decode(
         cache,
         chain_only=support.kind == "chain",
         compiled=asked.compile,
-        same_rounding=asked.same_rounding,
+        invariant=asked.invariant,
     )
     processors = bind(asked.logits_processor, prompts, input_ids.shape[1])
     with torch.inference_mode():
@@ -128,9 +130,8 @@ def decode(
         batch = Batch(base, output, chooser, drafter, acceptance, list(range(len(prompts))))
         unread = [prompt[n:] for prompt, n in zip(prompts, known, strict=True)]
         try:
+            batch.read_whole(unread)
             with batch.passes():
-                for _ in batch.read(unread):
-                    pass
                 while any(batch.going):
                     if asked.drops_rows:
                         batch.leave()
@@ -176,6 +177,28 @@ class Batch:
     def going(self) -> list[bool]:
         """Per row whether it goes on."""
         return [self.output.budget(row) > 0 for row in self.numbers]
+
+    def read_whole(self, unread: Sequence[Sequence[int]]) -> None:
+        """Read the prompts of all rows at once; one by one where together they round otherwise.
+
+        Args:
+            unread: see :meth:`read`.
+        """
+        cache, numbers = self.base.cache, self.numbers
+        apart = self.base.invariant and len(numbers) > 1 and not any(cache.lengths)
+        if apart:
+            cache.select(torch.tensor([0]))
+            self.numbers = numbers[:1]
+        with self.passes():
+            for _ in self.read(unread[:1] if apart else unread):
+                pass
+        for number, prompt in zip(numbers[1:], unread[1:], strict=True) if apart else ():
+            base = copy.copy(self.base)
+            base.cache = TreeCache()
+            other = replace(self, base=base, numbers=[number])
+            other.read_whole([prompt])
+            self.join(other)
+            self.output.num_calls -= 1  # all of them are one pass, no steps
 
     def read(self, unread: Sequence[Sequence[int]], piece: int = 0) -> Iterator[None]:
         """Read the prompts of all rows; at the end each is given its first token.
@@ -251,9 +274,12 @@ class Batch:
         result, processed = accept(candidates, logits, at_nodes, chooser, rows, self.acceptance)
         output.keep(rows, result.path, logits, processed, chooser.sampler)
         counts = output.emit(numbers, result.new_tokens)
+        if result.divergence is not None:
+            for row, gained, num in zip(numbers, result.divergence.tolist(), counts, strict=True):
+                output.rows[row].divergences += gained[:num]
         base.cache.commit(result.path, counts)
-        gained = [new[:n] for new, n in zip(result.new_tokens, counts, strict=True)]
-        self.state = self.drafter.observe(self.state, replace(result, new_tokens=gained))
+        kept = [new[:n] for new, n in zip(result.new_tokens, counts, strict=True)]
+        self.state = self.drafter.observe(self.state, replace(result, new_tokens=kept))
         return result
 
     def leave(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,8 @@ class DecodedRow:
         finished: ended by an end-of-sequence token or a stopping criterion, not by the limit.
         num_replays: near-ties that were settled by replaying the text plainly.
         num_replay_passes: forward passes of the base model that replays took, which are no steps.
+        divergences: under a lossy rule, per token but the first: KL divergence in nats and total
+            variation, of the distribution that it was drawn from to the base model's.
     """
 
     new_tokens: list[int] = field(default_factory=list)
@@ -40,6 +42,7 @@ class DecodedRow:
     finished: bool = False
     num_replays: int = 0
     num_replay_passes: int = 0
+    divergences: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class DecodeResult:
         scores: with ``keep_scores``: per new token [B, V], what it was chosen from, without noise;
             0 where a row has ended.
         logits: likewise, as the base model gave them.
+        sequences_scores: of beams: [rows], the sum of a text's log-probabilities over its length to
+            the power of the length penalty.
     """
 
     sequences: Tensor
@@ -65,6 +70,7 @@ class DecodeResult:
     cache: TreeCache | None = None
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
+    sequences_scores: Tensor | None = None
 
     @property
     def _only_row(self) -> DecodedRow:
@@ -102,6 +108,20 @@ class DecodeResult:
         """Mean tokens per step and row; 1 for plain decoding."""
         lengths = [length for row in self.rows for length in row.accept_lengths]
         return sum(lengths) / max(1, len(lengths))
+
+    @property
+    def divergence(self) -> dict[str, float]:
+        """Under a lossy rule mean and largest ``kl`` (nats) and ``tv`` per token; else empty."""
+        return mean_divergence(self.rows)
+
+
+def mean_divergence(rows: Iterable[DecodedRow]) -> dict[str, float]:
+    """Return what :attr:`DecodeResult.divergence` is, of some rows."""
+    pairs = [pair for row in rows for pair in row.divergences]
+    found: dict[str, float] = {}
+    for name, values in zip(("kl", "tv"), zip(*pairs, strict=True), strict=False):
+        found |= {name: sum(values) / len(values), f"{name}_max": max(values)}
+    return found
 
 
 @dataclass(frozen=True)

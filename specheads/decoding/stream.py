@@ -88,7 +88,7 @@ class Stream:
         prefixes: what earlier texts may share with prompts; None shares what those that come
             together begin with.
         compile: see :class:`Settings`.
-        same_rounding: likewise.
+        invariant: likewise; prompts are then read whole, one by one and from their beginnings.
         evened: without a drafter, let a row round alike alone and beside others, where that can be
             had; a row that is alone then takes as long as two.
 
@@ -111,7 +111,7 @@ class Stream:
     keep_scores: bool = False
     prefixes: Prefixes | None = None
     compile: bool = False
-    same_rounding: bool = False
+    invariant: bool = False
     evened: bool = True
 
     @classmethod
@@ -126,7 +126,7 @@ class Stream:
             rest=bind(how.logits_processor, [[0]], 1).rest,
             keep_scores=how.keep_scores,
             compile=decoder.compile,
-            same_rounding=decoder.same_rounding,
+            invariant=decoder.invariant,
             evened=False,
             **more,
         )
@@ -211,6 +211,10 @@ class Stream:
         """
         if len(jobs) > self.free or any(not job.ids or job.limit < 1 for job in jobs):
             raise ValueError(f"got {len(jobs)} jobs for {self.free} rows, or an empty one")
+        if self.invariant and len(jobs) > 1:  # read together they round otherwise
+            for job in jobs:
+                self.add([job])
+            return
         if not jobs:
             return
         if self.num_fitting(jobs) < len(jobs):
@@ -227,7 +231,7 @@ class Stream:
         unread = [job.ids[n:] for n, job in zip(known, jobs, strict=True)]
         acceptance = self.acceptance or Acceptance()
         batch = Batch(base, self.output, self._chooser, self.drafter, acceptance, rows)
-        piece = 0 if self._thresholds.name else self.piece
+        piece = 0 if self._thresholds.name or self.invariant else self.piece
         self._readings.append((batch, batch.read(unread, piece)))
         if max(map(len, unread)) <= (piece or sys.maxsize):
             self._read_on(-1)
@@ -254,7 +258,7 @@ class Stream:
         """
         room, multiple = 0 if self._batch else self.batch_size, KEY_BLOCK if self._alike else 1
         shared = self._shared
-        if self.prefixes is not None:
+        if self.prefixes is not None and not self.invariant:
             shared = self.prefixes.longest(list(commonprefix(prompts))) or shared
         elif shared is None and len(prompts) > 1:
             common = list(commonprefix([ids[:-1] for ids in prompts]))
@@ -263,7 +267,7 @@ class Stream:
                 first.read(torch.tensor([common], device=first.device), [len(common)])
                 shared = self._shared = first.cache
                 shared.tokens = [common]
-        how = {"compiled": self.compile, "same_rounding": self.same_rounding}
+        how = {"compiled": self.compile, "invariant": self.invariant}
         how["chain_only"] = self._chain_only
         if shared is None:
             return ModelPass(self.model, TreeCache(room, multiple), **how), [0] * len(prompts)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from specheads.attention.tree import RowTrees, Tree
 from specheads.models.output import FINAL, TRUNK, side_by_side
 from specheads.verification.sampling import Sampler
 
-__all__ = ["FINAL", "TRUNK", "Candidates", "Drafter", "Prefill", "StepResult"]
+__all__ = ["FINAL", "TRUNK", "Candidates", "Drafter", "Prefill", "StepResult", "picked"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ class StepResult:
         new_tokens: per row the tokens gained: those accepted, then ``next_root``.
         own: [B, n], where in the verified tree the n nodes stand that this drafter proposed; -1 for
             one that was not verified. None: the tree is its own, or the front of it.
+        divergence: [B, D+1, 2], under a lossy rule, for each token gained: KL divergence in nats
+            and total variation, of what it was drawn from to the base model's distribution.
     """
 
     tree: Tree | RowTrees
@@ -113,6 +118,7 @@ class StepResult:
     next_root: Tensor
     new_tokens: list[list[int]]
     own: Tensor | None = None
+    divergence: Tensor | None = None
 
     @property
     def places(self) -> list[Sequence[int]]:
@@ -152,7 +158,18 @@ class Drafter(Protocol):
         """Return the state after a verify step."""
 
     def select(self, state: Any, rows: Tensor) -> Any:
-        """Return the state of the rows ``rows`` [R] (long); the others have ended."""
+        """Return the state of the rows ``rows`` [R] (long); the others have ended.
+
+        In a beam search one may come several times: each goes its own way from there.
+        """
 
     def join(self, state: Any, other: Any) -> Any:
         """Return the state of the rows of both, which this drafter started one after the other."""
+
+
+def picked(rows: Sequence[T], kept: Sequence[int]) -> list[T]:
+    """Return the ``rows`` at the places ``kept``; those that come again are copies."""
+    first = {i: place for place, i in reversed(list(enumerate(kept)))}
+    return [
+        rows[i] if first[i] == place else copy.deepcopy(rows[i]) for place, i in enumerate(kept)
+    ]

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from specheads.attention.cache import TreeCache
 from specheads.attention.tree import RowTrees, Tree
-from specheads.drafters.contract import Candidates, Prefill, StepResult
+from specheads.drafters.contract import Candidates, Prefill, StepResult, picked
 from specheads.drafters.length import Length
 from specheads.models.base import context_length, input_embedding
 from specheads.models.forward import ModelPass, pad_rows
@@ -176,7 +176,7 @@ class DraftCache:
         if self.forward.cache.lengths:
             self.forward.cache.select(rows)
         kept = rows.tolist()
-        self.texts, self.rows = [self.texts[i] for i in kept], [self.rows[i] for i in kept]
+        self.texts, self.rows = picked(self.texts, kept), [self.rows[i] for i in kept]
         self.root = self.root[rows.to(self.root.device)]
         return self
 

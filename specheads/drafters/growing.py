@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from specheads.attention.tree import RowTrees, Tree
-from specheads.drafters.contract import Candidates, Prefill, StepResult
+from specheads.drafters.contract import Candidates, Prefill, StepResult, picked
 
 NUM_RANKS = 10  # guesses per node that a tree may use, as measured for static trees
 # Nodes of a level below which guesses are asked for. Trees of up to 32 nodes of Hydra heads on the
@@ -377,7 +377,7 @@ class TextDrafter:
 
     def select(self, state: TextRows, rows: Tensor) -> TextRows:
         """Keep some rows."""
-        return TextRows([state.rows[row] for row in rows.tolist()], state.device)
+        return TextRows(picked(state.rows, rows.tolist()), state.device)
 
     def join(self, state: TextRows, other: TextRows) -> TextRows:
         """Take the rows of both."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from specheads.attention.tree import batched
-from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
+from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult, picked
 from specheads.drafters.growing import on_host, pack
 from specheads.drafters.length import StepCosts
 from specheads.drafters.lookup import CopyDrafter
@@ -517,7 +517,7 @@ class HybridDrafter:
         """Keep some rows."""
         pairs, kept = zip(self.members, state.members, strict=True), rows.tolist()
         members = [member.select(own, rows) for member, own in pairs]
-        rates, values = [state.rates[row] for row in kept], [state.values[row] for row in kept]
+        rates, values = picked(state.rates, kept), picked(state.values, kept)
         return HybridState(members, rates, values, state.device)
 
     def join(self, state: HybridState, other: HybridState) -> HybridState:

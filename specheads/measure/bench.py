@@ -57,7 +57,7 @@ class Contest:
         max_new_tokens: limit per prompt.
         compile: compile the base's passes in our own loops, the plain one included, which is then
             measured as it was before too, and generate with compiled passes.
-        same_rounding: see :class:`specheads.decoding.loop.Settings`; of our own loops.
+        invariant: see :class:`specheads.decoding.loop.Settings`; of our own loops.
     """
 
     base: PreTrainedModel
@@ -65,7 +65,7 @@ class Contest:
     pad: int | None
     max_new_tokens: int
     compile: bool = False
-    same_rounding: bool = False
+    invariant: bool = False
 
     @staticmethod
     def of(subject: exported.Subject | Export, max_new_tokens: int, **settings: bool) -> Contest:
@@ -74,7 +74,7 @@ class Contest:
         Args:
             subject: has the base model and its tokenizer.
             max_new_tokens: limit per prompt.
-            **settings: ``compile`` and ``same_rounding``.
+            **settings: ``compile`` and ``invariant``.
         """
         base, tokenizer = subject.base, subject.tokenizer
         eos, pad = end_tokens(base, tokenizer), tokenizer.pad_token_id
@@ -110,7 +110,7 @@ class Contest:
             kind = kind or type(drafter).__name__.removesuffix("Drafter").lower()
 
         loop: dict[str, Any] = {"eos_token_ids": self.eos, "acceptance": rule}
-        loop |= {"compile": self.compile, "same_rounding": self.same_rounding}
+        loop |= {"compile": self.compile, "invariant": self.invariant}
 
         def run(batch: Batch, heat: float, seed: int, limit: int = self.max_new_tokens) -> Decoded:
             own = {"attention_mask": batch.attention_mask, "max_new_tokens": limit}

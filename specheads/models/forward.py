@@ -46,10 +46,6 @@ from specheads.models.base import context_length, input_device
 from specheads.models.manifest import one_line
 from specheads.models.output import FINAL, TRUNK, capture_hidden, layers_of
 
-# Where one token's pass is made to round as a tree's. It costs some 35 microseconds more per layer
-# and step, which narrow layers would feel, and 20 per 100 keys beside the kernel's 7.
-LEAST_WIDTH, MOST_ORDERED = 512, 512
-
 _Captured = dict[str, Tensor]  # hidden states by tap
 _Recording = tuple[_Captured, set[str], contextlib.AbstractContextManager[_Captured]]
 _captured: WeakKeyDictionary[PreTrainedModel, _Recording] = WeakKeyDictionary()
@@ -259,8 +255,7 @@ class ModelPass:
         chain_only: the model masks by itself, so that no mask of ours may be asked for: one row,
             and a chain in place of a tree.
         compiled: run all passes but the prefill compiled; the first of each shape takes a while.
-        same_rounding: round one token's pass and a tree's alike, where :func:`rounds_by_shape`
-            says so.
+        invariant: in 16 bits, let a token's pass round as if no other token were in it.
 
     Attributes:
         num_tokens: T of the latest pass, without what it was padded with.
@@ -276,7 +271,7 @@ class ModelPass:
         *,
         chain_only: bool = False,
         compiled: bool = False,
-        same_rounding: bool = False,
+        invariant: bool = False,
     ) -> None:
         attention, name = model.config.get_text_config()._attn_implementation, type(model).__name__
         if compiled and attention not in ("sdpa", "eager"):
@@ -290,7 +285,13 @@ class ModelPass:
         self.chain_only = chain_only
         self.compiled = compiled
         self.num_tokens = 0
-        self._alike = same_rounding and not (chain_only or compiled) and rounds_by_shape(model)
+        self.invariant = invariant and model.dtype in (torch.bfloat16, torch.float16)
+        if self.invariant and (chain_only or compiled or not rounds_by_shape(model)):
+            raise ValueError(
+                f"invariant decoding in {model.dtype} needs a CPU, sdpa attention without windows"
+                f" or position thresholds and passes that are not compiled: {name} is on"
+                f" {input_device(model)} with {attention} attention; float32 needs none of it"
+            )
         self.device = input_device(model)
         self._context = context_length(model)
         self._thresholds = thresholds(model)
@@ -390,8 +391,7 @@ class ModelPass:
         cache.reserve(num_rows, num_tokens)
         self._note_side(num_tokens)
         compiled = self.compiled and num_tokens == 1 and cache.layers
-        alike = self._alike and tokens.numel() == 1 and 0 < cache.rows.longest < MOST_ORDERED
-        if compiled or alike:
+        if compiled or (self.invariant and num_tokens == 1 and cache.layers):
             logits = self.verify(tokens, Tree.chain(0))[:, -1]
             cache.extend(counts)
             return logits
@@ -429,9 +429,8 @@ class ModelPass:
         Returns:
             Logits [B, N, V].
         """
-        num_rows, self.num_tokens = tokens.shape
-        alike = self._alike and num_rows == 1 and self.cache.rows.longest < MOST_ORDERED
-        if alike and self.num_tokens == 1:
+        self.num_tokens = tokens.shape[1]
+        if self.invariant and tokens.numel() == 1:
             # matrix products round one row otherwise than two or more: nobody reads the second
             tokens, tree = F.pad(tokens, (0, 1)), Tree.chain(1)
         self.cache.reserve(*tokens.shape)
@@ -441,12 +440,13 @@ class ModelPass:
             return run_compiled(self.model, self.cache, tokens, positions, tree)
         # a root alone behind rows of one length is a plain step
         plain = self.chain_only or (tree.num_nodes == 1 and self.cache.rows.uniform)
+        rows, dtype = self.cache.rows, self.model.dtype
         with contextlib.ExitStack() as stack:
             stack.enter_context(masks.grouped_attention())
             if not plain:
                 stack.enter_context(masks.tree_attention(tree, self.cache))
-            if alike:
-                stack.enter_context(masks.ordered_attention(tree, self.cache.rows.longest))
+            if self.invariant:
+                stack.enter_context(masks.invariant_attention(tree, rows, dtype))
             logits: Tensor = self.model(
                 input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True
             ).logits
@@ -472,19 +472,19 @@ class ModelPass:
 
 
 def rounds_by_shape(model: PreTrainedModel) -> bool:
-    """Tell whether passes of one row can be made to round alike, whatever their tokens' number.
+    """Tell whether a token's pass can be made to round the same whatever else is in it.
 
-    In 16 bits on a CPU a pass over one token rounds otherwise than one over a tree. The cure, two
-    tokens at least and attention that keeps an order, has its price: see docs/exactness.md. In
-    float32 near-ties are settled by replays. GPUs choose kernels by shape in all products, which
-    no padding evens out. Masks with a window, and positions with thresholds, are left to the model.
+    In 16 bits on a CPU a pass over one token rounds otherwise than one over a tree, and a row
+    otherwise alone than beside others. The cure, two tokens at least and attention by blocks of
+    positions, has its price: see docs/exactness.md. In float32 near-ties are settled by replays.
+    GPUs choose kernels by shape in all products, which no padding evens out. Masks with a window,
+    and positions with thresholds, are left to the model.
     """
     config = model.config.get_text_config()
     return (
         input_device(model).type == "cpu"
         and model.dtype in (torch.bfloat16, torch.float16)
         and config._attn_implementation == "sdpa"
-        and getattr(config, "hidden_size", 0) >= LEAST_WIDTH
         and not getattr(config, "sliding_window", None)
         and set(getattr(config, "layer_types", None) or ()) <= {"full_attention"}
         and not thresholds(model).name

@@ -6,6 +6,9 @@ is left is drawn from otherwise, so that the output is distributed as the base m
 distribution is kept: with the same seed the tokens differ from plain decoding's. Lossy rules
 (:func:`typical`, :func:`lenient_greedy`, a ``lenience`` below 1) are faster, and NOT the base
 model's distribution: each states its bound, and nothing that uses one may be called lossless.
+So are the bounded ones, which are no rules of their own: :func:`tilted` moves the base model's
+distribution as far towards what was guessed as a bound allows, and an exact rule does the rest with
+what comes out in place of the base model's.
 """
 
 from __future__ import annotations
@@ -311,6 +314,169 @@ def sample_siblings(draft_probs: Tensor, num_siblings: int, noise: Tensor) -> Te
     scores = draft_probs.log() + noise
     best = scores.topk(num_siblings, dim=-1)
     return best.indices.masked_fill(best.values == float("-inf"), -1)
+
+
+def guessed(tokens: Tensor, tree: Tree | RowTrees, vocab_size: int) -> Tensor:
+    """Return which tokens the children of each node are, [B, N, V] bool."""
+    rows, nodes = ((tokens >= 0) & (batched(tree, tree.depths) > 0)).nonzero(as_tuple=True)
+    parents = batched(tree, tree.parents).expand_as(tokens)[rows, nodes]
+    among = torch.zeros(*tokens.shape, vocab_size, dtype=torch.bool, device=tokens.device)
+    among[rows, parents, tokens[rows, nodes]] = True
+    return among
+
+
+def tilted(base_probs: Tensor, guesses: Tensor, bound: float, measure: str) -> Tensor:
+    """Return the distribution within a bound of the base model's that accepts the most: lossy.
+
+    A token of distribution h that was guessed deterministically is accepted with the probability
+    h(C) of the guesses C; one that was drawn from q with that of sum_x min(q(x), h(x)). Here is the
+    h that maximises this among all whose distance from the base model's p is at most the bound, and
+    that give nothing to a token that p cannot give.
+
+    * ``tv``: total variation. Mass t, the bound or all that can be gained, goes from the tokens
+      that have too much to those that have too little, in proportion (with sampled guesses the
+      front of Yin et al., arXiv:2411.00841, theorem 5: one is refused with TV(p, q) - t).
+    * ``kl``: KL(h || p) in nats. h is p times a factor on the guesses and another elsewhere, whose
+      KL is that of two coins, h(C) and p(C). The equation is solved, not expanded as in
+      arXiv:2604.04987, whose h may lie beyond the bound. With sampled guesses
+      h = min(c p, max(c' p, q)): the ratio q / p, held between two factors.
+
+    Guarantee: given its prefix every token's distribution is within the bound, provided that an
+    exact rule decides with h in place of p, that guesses are a function of the prefix or drawn from
+    q, and that p is the base model's after all warpers. Of a whole text of T tokens the KL
+    divergence is T times the bound at most (the chain rule), the total variation T times likewise.
+    It does not follow that the text is as good as the base model's.
+
+    Args:
+        base_probs: p, [..., V].
+        guesses: [..., V]; bool: which tokens were guessed; else q.
+        bound: of the distance; 0 leaves p as it is.
+        measure: ``tv`` or ``kl``.
+
+    Returns:
+        h, [..., V].
+    """
+    one_of("measure", measure, "tv", "kl")
+    if bound == 0:
+        return base_probs
+    if guesses.dtype == torch.bool:
+        inside = torch.where(guesses, base_probs, 0).sum(-1, keepdim=True).clamp(max=1)
+        more = (inside + bound).clamp(max=1) if measure == "tv" else _coin(inside, bound)
+        more = torch.where(inside > 0, more, 0)
+        factor = torch.where(guesses, more / inside, (1 - more) / (1 - inside))
+        return base_probs * factor.nan_to_num(0)
+    if measure == "kl":
+        return _clamped(base_probs, guesses, bound)
+    gain = torch.where(base_probs > 0, guesses - base_probs, 0).clamp(min=0)
+    loss = (base_probs - guesses).clamp(min=0)
+    gained, lost = (each.sum(-1, keepdim=True) for each in (gain, loss))
+    moved = gained.clamp(max=bound)
+    return base_probs + (moved / gained).nan_to_num(0) * gain - (moved / lost).nan_to_num(0) * loss
+
+
+_HALVINGS = 60  # of an interval: to the last bit
+
+
+def _coin(probability: Tensor, bound: float) -> Tensor:
+    """Return the largest a with KL(a || p) of two coins at most ``bound``, [...]."""
+    p = probability.double()
+    low, high = p, torch.ones_like(p)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        distance = torch.special.xlogy(middle, middle / p)
+        distance = distance + torch.special.xlogy(1 - middle, (1 - middle) / (1 - p))
+        within = distance.nan_to_num(0) <= bound
+        low, high = torch.where(within, middle, low), torch.where(within, high, middle)
+    # all of it, where that is within the bound
+    return torch.where(-p.log() <= bound, 1.0, low).to(probability)
+
+
+def _clamped(base_probs: Tensor, draft_probs: Tensor, bound: float) -> Tensor:
+    """Return min(c p, max(c' p, q)), [..., V], of sum 1 and KL(h || p) at most ``bound``.
+
+    Tokens are sorted by r = q / p. For every c there is one c' at which the sum is 1; both KL and
+    acceptance grow with c, which is found by halving.
+    """
+    p = base_probs.double()
+    q = torch.where(p > 0, draft_probs.double(), 0)
+    ratio = (q / p).nan_to_num(0)
+    r, order = ratio.sort(-1)
+    sorted_p, sorted_q = p.gather(-1, order), q.gather(-1, order)
+    # sums over the tokens before the k-th, [..., V + 1]
+    below, drafted, weighed = (
+        torch.nn.functional.pad(each.cumsum(-1), (1, 0))
+        for each in (sorted_p, sorted_q, torch.special.xlogy(sorted_q, r))
+    )
+    least = r * below[..., :-1] - drafted[..., :-1]  # what raising all before the k-th to it takes
+
+    def at(highest: Tensor) -> tuple[Tensor, Tensor]:
+        """Return c' and KL(h || p) for c, each [..., 1]."""
+        j = torch.searchsorted(r, highest)
+        above = 1 - below.gather(-1, j)
+        spare = 1 - highest * above - drafted.gather(-1, j)
+        k = torch.searchsorted(least, spare).clamp(min=1)
+        held = below.gather(-1, k)
+        lowest = ((spare + drafted.gather(-1, k)) / held).nan_to_num(0).clamp(0, 1)
+        distance = torch.special.xlogy(lowest, lowest) * held
+        distance += weighed.gather(-1, j) - weighed.gather(-1, torch.minimum(k, j))
+        return lowest, distance + torch.special.xlogy(highest, highest) * above
+
+    low, high = torch.zeros_like(r[..., :1]), r[..., -1:].clamp(min=1).log()
+    low = torch.where(at(high.exp())[1] <= bound, high, low)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        within = at(middle.exp())[1] <= bound
+        low, high = torch.where(within, middle, low), torch.where(within, high, middle)
+    highest = low.exp()
+    clamped = p * torch.minimum(torch.maximum(ratio, at(highest)[0]), highest)
+    return (clamped / clamped.sum(-1, keepdim=True)).to(base_probs)
+
+
+def leniently(
+    tokens: Tensor,
+    tree: Tree | RowTrees,
+    base_probs: Tensor,
+    draft_probs: Tensor | None,
+    lenience: float,
+) -> Tensor:
+    """Return what :func:`reject` with a lenience draws from after each node, [B, N, V].
+
+    Args:
+        tokens: [B, N], without equal siblings; negative where padded.
+        tree: the shape.
+        base_probs: [B, N, V].
+        draft_probs: [B, N, V] of a sampled chain; None: the tokens are deterministic.
+        lenience: l, in (0, 1].
+    """
+    if draft_probs is not None:
+        children = (batched(tree, tree.parents) >= 0) & (tokens >= 0)
+        drafted = torch.nn.functional.pad(children[:, 1:], (0, 1))[..., None] * draft_probs
+        taken = torch.minimum(drafted, base_probs / lenience)
+        rest = subtract(base_probs, lenience * drafted)
+        return taken + (1 - taken.sum(-1, keepdim=True)).clamp(min=0) * rest
+    parents = batched(tree, tree.parents).expand_as(tokens)
+    rows = torch.arange(len(tokens), device=tokens.device)
+    found, residual = torch.zeros_like(base_probs), base_probs.clone()
+    left = torch.ones_like(base_probs[..., 0])
+    for node in range(1, tree.num_nodes):
+        above, token = parents[:, node], tokens[:, node].clamp(min=0)
+        chance = (residual[rows, above, token] / lenience).clamp(max=1)
+        chance = torch.where(tokens[:, node] >= 0, chance, 0)
+        found[rows, above, token] += left[rows, above] * chance
+        left[rows, above] *= 1 - chance
+        point = torch.zeros_like(residual[:, 0]).scatter(1, token[:, None], lenience)
+        refused = subtract(residual[rows, above], point)
+        residual[rows, above] = torch.where(
+            tokens[:, node, None] >= 0, refused, residual[rows, above]
+        )
+    return found + left[..., None] * residual
+
+
+def divergences(probs: Tensor, base_probs: Tensor) -> Tensor:
+    """Return KL(h || p) in nats and TV(h, p) of distributions [..., V], as [..., 2]."""
+    ratio = torch.where(probs > 0, probs / base_probs, 1)
+    distance = torch.special.xlogy(probs, ratio).sum(-1).clamp(min=0)
+    return torch.stack([distance, (probs - base_probs).abs().sum(-1) / 2], dim=-1)
 
 
 def typical(

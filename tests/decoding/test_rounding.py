@@ -15,16 +15,19 @@ from transformers import LlamaForCausalLM
 
 from specheads.attention import mask as module
 from specheads.attention.cache import TreeCache
-from specheads.attention.mask import KEY_BLOCK, attend_in_blocks, attend_in_order
-from specheads.attention.tree import Tree, default_tree
+from specheads.attention.mask import KEY_BLOCK, attend_in_blocks, attend_invariant
+from specheads.attention.tree import RowTrees, Tree, default_tree
 from specheads.config import DecodeConfig
 from specheads.decoding.exported import Subject
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode, plain_decode
+from specheads.decoding.result import pad_left
 from specheads.decoding.stream import Job, continue_prompts
+from specheads.drafters.lookup import SuffixDrafter
 from specheads.measure.bench import Contest
 from specheads.measure.clock import Prompt, make_batches
-from specheads.models.forward import MOST_ORDERED, ModelPass, rounds_by_shape
+from specheads.models.forward import ModelPass, rounds_by_shape
+from specheads.verification.sampling import Sampler
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
 from tests.ragged import steps_and_differing
 from tests.scripted import ScriptedDrafter
@@ -70,7 +73,7 @@ def test_trees_and_single_tokens_give_the_same_bits(model: LlamaForCausalLM, con
     ids = torch.randint(0, 256, (1, context), generator=torch.Generator().manual_seed(context))
     trees = TREES if context > 200 else [Tree.chain(n) for n in (0, 1, 2, 7)] + TREES
     for tree in trees:
-        base = ModelPass(model, TreeCache(), same_rounding=True)
+        base = ModelPass(model, TreeCache(), invariant=True)
         base.read(ids, [context])
         nodes = torch.randint(0, 256, (1, tree.num_nodes))
         in_tree = base.verify(nodes, tree)[0]
@@ -82,28 +85,28 @@ def test_greedy_texts_are_plain_decodings(model: LlamaForCausalLM) -> None:
     """Prevents keys of accepted nodes, or a dummy node's, that plain decoding would not have."""
     needs_rows_alike()
     prompt = torch.randint(0, 256, (1, KEY_BLOCK - 12), generator=torch.Generator().manual_seed(3))
-    plain = plain_decode(model, prompt, max_new_tokens=40, same_rounding=True).sequences
+    plain = plain_decode(model, prompt, max_new_tokens=40, invariant=True).sequences
     for hit_rate in (0.0, 0.6):
         drafter = ScriptedDrafter(TREES[0], plain[0].tolist(), hit_rate, 256)
-        drafted = decode(model, drafter, prompt, max_new_tokens=40, same_rounding=True)
+        drafted = decode(model, drafter, prompt, max_new_tokens=40, invariant=True)
         assert torch.equal(drafted.sequences, plain)
 
 
 @contextmanager
 def calls(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Give a list of the rows of every product with a weight, and -1 per ordered attention."""
+    """Give a list of the rows of every product with a weight, and -1 per invariant attention."""
     seen: list[int] = []
 
     def note(*given: object) -> Tensor:
         seen.append(-1)
-        return attend_in_order(*given)  # type: ignore[arg-type]
+        return attend_invariant(*given)  # type: ignore[arg-type]
 
     def rows(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         seen.append(inputs[0].shape[:-1].numel())
 
     hooks = [m.register_forward_pre_hook(rows) for m in model.modules() if type(m) is nn.Linear]
     with monkeypatch.context() as patch:
-        patch.setattr(module, "attend_in_order", note)
+        patch.setattr(module, "attend_invariant", note)
         yield seen
     for hook in hooks:
         hook.remove()
@@ -114,7 +117,7 @@ def test_both_passes_make_the_same_calls(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Holds on every machine: prevents a single row, or another attention, in one of the two."""
-    base = ModelPass(model, TreeCache(), same_rounding=True)
+    base = ModelPass(model, TreeCache(), invariant=True)
     base.read(torch.ones(1, 9, dtype=torch.long), [9])
     tokens = torch.ones(1, 7, dtype=torch.long)
     with calls(model, monkeypatch) as seen:
@@ -133,8 +136,8 @@ def test_it_is_there_where_it_is_asked_for(
 ) -> None:
     """Prevents a setting that does nothing, and a slower baseline where nobody asked."""
     subject = Subject(model, build_byte_tokenizer(), None)
-    decoder = SpecDecoder.of(subject, DecodeConfig(same_rounding=asked), None)
-    contest = Contest.of(subject, 4, same_rounding=asked)
+    decoder = SpecDecoder.of(subject, DecodeConfig(invariant=asked), None)
+    contest = Contest.of(subject, 4, invariant=asked)
     ids = torch.ones(1, 9, dtype=torch.long)
     for decode_some in (
         lambda: decoder.generate(ids, 4),
@@ -210,35 +213,92 @@ def test_streams_attend_in_blocks(model: LlamaForCausalLM, monkeypatch: pytest.M
 
 
 @torch.inference_mode()
+def test_rows_beside_others_give_the_same_bits(model: LlamaForCausalLM) -> None:
+    """Prevents a row that rounds by its neighbours' number, trees or lengths."""
+    needs_rows_alike()
+    draw = torch.Generator().manual_seed(1)
+    texts = [torch.randint(0, 256, (n,), generator=draw).tolist() for n in (3, 31, 32, 70, 200)]
+    shapes = [Tree.chain(5), TREES[0], Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 0, 0)])]
+    width = max(tree.num_nodes for tree in shapes)
+    parents = [
+        [*tree.parents.tolist(), *[0] * (width - tree.num_nodes)]
+        for tree in (shapes[n % 3] for n in range(len(texts)))
+    ]
+    trees = RowTrees.from_parents(torch.tensor(parents), 5)
+    nodes = torch.randint(0, 256, (len(texts), width), generator=draw)
+    alone = []
+    for row, text in enumerate(texts):
+        base = ModelPass(model, TreeCache(), invariant=True)
+        base.read(torch.tensor([text]), [len(text)])
+        own = base.verify(nodes[row : row + 1], trees.select(torch.tensor([row])))
+        base.cache.shorten([len(text)])
+        alone.append((base, own[0], base.read(nodes[row : row + 1, :1], [1])[0]))
+        base.cache.shorten([len(text)])
+    together, *others = (base for base, _, _ in alone)
+    for other in others:
+        together.cache.join(other.cache)
+    got = together.verify(nodes, trees)
+    together.cache.shorten([len(text) for text in texts])
+    following = together.read(nodes[:, :1], [1] * len(texts))
+    for row, (_, in_tree, after) in enumerate(alone):
+        assert torch.equal(got[row], in_tree)
+        assert torch.equal(following[row], after)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_batches_write_what_each_prompt_gives_alone(
+    model: LlamaForCausalLM, temperature: float
+) -> None:
+    """Prevents prompts that are read together, and drafted batches that leave plain decoding."""
+    needs_rows_alike()
+    draw = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 256, (1, n), generator=draw) for n in (40, 9, 25, 61)]
+    how: dict[str, Any] = {"max_new_tokens": 24, "invariant": True}
+    plain = [
+        plain_decode(model, ids, sampler=Sampler(temperature, seed=row), **how).new_tokens
+        for row, ids in enumerate(prompts)
+    ]
+    ids, mask = pad_left(prompts)
+    how |= {"attention_mask": mask, "sampler": Sampler(temperature)}
+    assert [row.new_tokens for row in plain_decode(model, ids, **how).rows] == plain
+    drafter = SuffixDrafter()
+    drafted = decode(model, drafter, ids, **how)
+    assert [row.new_tokens for row in drafted.rows] == plain
+    assert drafted.num_steps <= 23
+
+
+@torch.inference_mode()
 def test_elsewhere_nothing_changes(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prevents slower batches, long texts and float32, whose tokens are pinned."""
-    token = torch.ones(1, 1, dtype=torch.long)
-    for rows, length in ((2, 9), (1, MOST_ORDERED)):
-        base = ModelPass(model, TreeCache(), same_rounding=True)
-        base.read(torch.ones(rows, length, dtype=torch.long), [length] * rows)
+    """Prevents slower passes where nobody asked, and a promise that is silently not kept."""
+    token = torch.ones(2, 1, dtype=torch.long)
+    wide = build_tiny_llama(**SIZES, **HEADS)
+    for base in (ModelPass(model, TreeCache()), ModelPass(wide, TreeCache(), invariant=True)):
+        base.read(torch.ones(2, 9, dtype=torch.long), [9, 9])
         with calls(model, monkeypatch) as seen:
-            base.read(token.repeat(rows, 1), [1] * rows)
-            assert set(seen) == {rows}
-    assert not rounds_by_shape(build_tiny_llama(**SIZES, **HEADS))
-    assert not rounds_by_shape(build_tiny_llama().to(model.dtype))  # narrow
+            base.read(token, [1, 1])
+            assert -1 not in seen
+    assert not rounds_by_shape(wide)
+    for changed in ({"compiled": True}, {"chain_only": True}):
+        with pytest.raises(ValueError, match="invariant decoding in torch.bfloat16 needs"):
+            ModelPass(model, TreeCache(), invariant=True, **changed)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("heads,groups,width", [(2, 3, 64), (4, 1, 80), (1, 4, 128)])
-def test_ordered_attention_is_attention(heads: int, groups: int, width: int) -> None:
+@pytest.mark.parametrize("cached", [2, 31, 126])
+def test_invariant_attention_is_attention(heads: int, groups: int, width: int, cached: int) -> None:
     """Prevents a fast path that attends to something else; the reference is in float64."""
     generator = torch.Generator().manual_seed(0)
-    cached, tree = KEY_BLOCK - 2, TREES[0]
+    tree = TREES[0]
     num_tokens, num_keys = tree.num_nodes, cached + tree.num_nodes
     query = torch.randn(1, heads * groups, num_tokens, width, generator=generator)
     key, value = torch.randn(2, 1, heads, num_keys, width, generator=generator)
     hidden = torch.zeros(num_tokens, num_keys, dtype=torch.bool)
     hidden[:, cached:] = ~tree.tree_mask
-    additive = torch.zeros(hidden.shape).masked_fill_(hidden, -1e30)[None, None]
     scores = query.double() @ key.double().repeat_interleave(groups, 1).transpose(2, 3) * 0.1
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     expected = weights @ value.double().repeat_interleave(groups, 1)
-    for blocks in (None, module._key_blocks(tree, cached)):
-        given = attend_in_order(query, key, value, additive, 0.1, blocks, {})
-        torch.testing.assert_close(given.double(), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
+    layout = module._invariant_layout(tree, [cached], torch.float32)
+    given = attend_invariant(query, key, value, 0.1, layout)
+    torch.testing.assert_close(given.double(), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)

@@ -103,7 +103,7 @@ def test_the_figures_are_those_of_all_questions(
     assert exact["identical"] + exact["near_ties"] == exact["compared"] == 9
     assert found["identity"]["self_test_error"].keys() == {"bfloat16", "float32"}
     assert [of["compared"] for of in found["identity"]["plain_against_itself"]] == [9, 9]
-    alike = found["identity"]["same_rounding"]
+    alike = found["identity"]["invariant"]
     assert alike["identical"] <= alike["compared"] == 9
     assert [of["other"] for of in alike["speed"]] == ["plain without", "tree without"]
     assert composed("spec_bench", command[2:]).max_new_tokens == 3
@@ -114,13 +114,13 @@ def test_the_figures_are_those_of_all_questions(
         assert render.ABSENT not in render.rendered(mark, read)
 
 
-def test_the_same_rounding_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_invariant_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Texts that are equal for another reason, or a price of nothing, would pass for the cure's."""
     asked: dict[bool, int] = {True: 0, False: 0}
     decode = bench.decode
 
     def noted(*args: Any, **settings: Any) -> Any:
-        asked[settings["same_rounding"]] += 1
+        asked[settings["invariant"]] += 1
         return decode(*args, **settings)
 
     monkeypatch.setattr(bench, "decode", noted)
@@ -130,7 +130,7 @@ def test_the_same_rounding_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_pat
     given = real.Settings(checkpoint=str(GOLDEN), max_new_tokens=2)
     with real.Status(1.0) as status:
         one = real.Contestants.load(given, "float32", real.QUESTIONS, 1)
-        real.same_rounding(one, tmp_path, status)
+        real.invariant(one, tmp_path, status)
     assert asked == {True: 4, False: 4}  # two methods, and once more to warm up
 
 

@@ -1,0 +1,240 @@
+"""Bounded rules: how far the output may be from the base model's, and that no rule accepts more."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog, minimize
+from torch import Tensor
+
+from specheads.attention.tree import RowTrees, Tree
+from specheads.decoding.accept import BOUNDED, Acceptance
+from specheads.drafters.contract import Candidates
+from specheads.verification.acceptance import divergences, guessed, leniently, reject, tilted
+from tests.enumeration import (
+    Outcomes,
+    Rule,
+    ToyDrafter,
+    ToyModel,
+    decoded_joint,
+    expected_accepted,
+    outcomes_of,
+    verified,
+)
+
+MODEL, DRAFT = ToyModel(4, seed=1), ToyModel(4, seed=2)
+TREE = Tree.from_choices([(0,), (1,), (0, 0), (1, 0)])
+CHAIN = Tree.chain(2)
+SAMPLINGS = {"none": TREE, "without_replacement": TREE, "chain": CHAIN}
+BOUNDS = {"lossy_tv": (0.02, 0.1, 0.4), "lossy_kl": (0.002, 0.05, 0.5)}
+CASES = [(rule, bound) for rule, bounds in BOUNDS.items() for bound in bounds]
+
+
+def by_rule(acceptance: Acceptance, sampling: str) -> Rule:
+    """Return a rule as decoding applies it."""
+
+    def rule(
+        tokens: Tensor, tree: Tree, base_probs: Tensor, draft_probs: Tensor, chance: Outcomes
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        drawn_from = None if sampling == "none" else draft_probs
+        candidates = Candidates(tokens, tree, drawn_from, sampling)
+        probs = acceptance.output_probs(candidates, base_probs, greedy=False)
+        assert probs is not None
+        given: Any = chance
+        return acceptance.decide(candidates, probs, given, greedy=False)
+
+    return rule
+
+
+def drafter(sampling: str) -> ToyDrafter:
+    """Return a drafter of one way of sampling."""
+    kind = "none" if sampling == "none" else "without_replacement"  # one child each: a chain
+    return ToyDrafter(DRAFT, SAMPLINGS[sampling], kind)
+
+
+def conditionals(joint: Tensor) -> Tensor:
+    """Return the distribution of the last token after all others, not a number after none."""
+    table = joint.view(-1, 4)
+    return table / table.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("rule,bound", CASES)
+def test_the_next_token_has_the_closed_form(rule: str, bound: float, sampling: str) -> None:
+    """Prevents an output that is none of what was stated: all outcomes, summed over all drafts."""
+    acceptance, tree = Acceptance(rule, bound=bound), SAMPLINGS[sampling]
+    step = verified(MODEL, tree, drafter(sampling), by_rule(acceptance, sampling))
+    context = MODEL.context((1, 2))
+    (outcomes,) = outcomes_of(step, torch.tensor([context]))
+    got = torch.zeros(4, dtype=torch.float64)
+    for new, weight in outcomes.items():
+        got[new[0]] += weight
+    base = MODEL.probs(torch.tensor(context))
+    if sampling == "none":
+        best = DRAFT.probs(torch.tensor(context)).topk(2).indices
+        guesses = torch.zeros(4, dtype=torch.bool).scatter(0, best, True)
+    else:
+        guesses = DRAFT.probs(torch.tensor(context))
+    wanted = tilted(base, guesses, bound, BOUNDED[rule])
+    assert (got - wanted).abs().max() < 1e-9
+    kl, tv = divergences(got, base).tolist()
+    assert (kl if rule == "lossy_kl" else tv) <= bound + 1e-9
+    assert tv > min(bound, 0.01) / 4, "nothing was changed: the bound is not tested"
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("rule,bound", [(rule, bounds[1]) for rule, bounds in BOUNDS.items()])
+def test_texts_keep_the_bound(rule: str, bound: float, sampling: str) -> None:
+    """Prevents a bound of the first token of a step alone: three tokens, over two steps or more."""
+    acceptance, tree = Acceptance(rule, bound=bound), SAMPLINGS[sampling]
+    step = verified(MODEL, tree, drafter(sampling), by_rule(acceptance, sampling))
+    got, base = decoded_joint(MODEL, step, 3), MODEL.joint(3)
+    assert float(got.sum()) == pytest.approx(1, abs=1e-9)
+    kl, tv = divergences(got, base).tolist()
+    # the first token is drawn plainly; two may differ
+    assert (kl if rule == "lossy_kl" else tv) <= 2 * bound + 1e-9
+    each = divergences(conditionals(got), conditionals(base))
+    # after one prefix a token may be the first of a step or a later one: a mixture of both
+    assert each[:, 0 if rule == "lossy_kl" else 1].nan_to_num(0).max() <= bound + 1e-9
+
+
+@pytest.mark.parametrize("rule,bound", CASES)
+def test_no_distribution_within_the_bound_accepts_more(rule: str, bound: float) -> None:
+    """Prevents speed that is given away: a linear programme and a convex solver find no better."""
+    generator = torch.Generator().manual_seed(5)
+    for case in range(12):
+        base, draft = (torch.randn(2, 5, generator=generator).double() * 1.5).softmax(-1)
+        if case % 3 == 0:  # a token that the base cannot give
+            base = base.clone()
+            base[case % 5] = 0
+            base /= base.sum()
+        guesses = draft if case % 2 else draft >= draft.topk(2).values[-1]
+        ours = tilted(base, guesses, bound, BOUNDED[rule])
+        assert float(ours.sum()) == pytest.approx(1, abs=1e-9)
+        distance = divergences(ours, base)[0 if rule == "lossy_kl" else 1]
+        assert distance <= bound + 1e-9
+        assert (ours[base == 0] == 0).all()
+        wanted = torch.where(guesses, 1.0, 0.0) if guesses.dtype == torch.bool else guesses
+        accepted = float(torch.minimum(wanted.double(), ours).sum())
+        best = (_best_tv if rule == "lossy_tv" else _best_kl)(base.numpy(), wanted.numpy(), bound)
+        assert accepted == pytest.approx(best, abs=1e-6 if rule == "lossy_kl" else 1e-9)
+
+
+def _best_tv(base: np.ndarray, wanted: np.ndarray, bound: float) -> float:
+    """Maximise sum min(w, h): variables h, the minima, and |h - p|."""
+    num = len(base)
+    eye, zero = np.eye(num), np.zeros((num, num))
+    above = np.block([[-eye, eye, zero], [eye, zero, -eye], [-eye, zero, -eye]])
+    limits = np.concatenate([np.zeros(num), base, -base])
+    total = np.concatenate([np.zeros(2 * num), np.full(num, 0.5)])
+    found = linprog(
+        np.concatenate([np.zeros(num), -np.ones(num), np.zeros(num)]),
+        A_ub=np.vstack([above, total]),
+        b_ub=np.append(limits, bound),
+        A_eq=[np.concatenate([np.ones(num), np.zeros(2 * num)])],
+        b_eq=[1.0],
+        bounds=[(0, 0 if p == 0 else None) for p in base]
+        + [(0, w) for w in wanted]
+        + [(0, None)] * num,
+    )
+    assert found.success
+    return float(-found.fun)
+
+
+def _best_kl(base: np.ndarray, wanted: np.ndarray, bound: float) -> float:
+    """Maximise sum min(w, h) with KL(h || p) <= bound; variables h and the minima."""
+    there = base > 0
+    base, wanted = base[there], wanted[there]
+    num = len(base)
+
+    def left(x: np.ndarray) -> float:
+        h = np.maximum(x[:num], 1e-300)
+        return bound - float((h * np.log(h / base)).sum())
+
+    found = minimize(
+        lambda x: -x[num:].sum(),
+        np.concatenate([base, np.minimum(base, wanted)]),
+        constraints=[
+            {"type": "ineq", "fun": left},
+            {"type": "ineq", "fun": lambda x: x[:num] - x[num:]},
+            {"type": "eq", "fun": lambda x: x[:num].sum() - 1},
+        ],
+        bounds=[(1e-12, 1)] * num + [(0, w) for w in wanted],
+        method="SLSQP",
+        options={"maxiter": 500, "ftol": 1e-13},
+    )
+    assert found.success, found.message
+    return float(-found.fun)
+
+
+@pytest.mark.parametrize("rule", BOUNDED)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_more_bound_accepts_more_and_none_is_exact(rule: str, sampling: str) -> None:
+    """Prevents a bound that works the other way round, and one of 0 that still changes texts."""
+    tree, means = SAMPLINGS[sampling], []
+    for bound in (0.0, *BOUNDS[rule]):
+        acceptance = Acceptance(rule, bound=bound)
+        step = verified(MODEL, tree, drafter(sampling), by_rule(acceptance, sampling))
+        means.append(expected_accepted(step, MODEL.context((1, 2))))
+        if not bound:
+            assert acceptance.lossless
+            assert (decoded_joint(MODEL, step, 3) - MODEL.joint(3)).abs().max() < 1e-9
+    assert means == sorted(means) and means[-1] > means[0] + 0.05
+
+
+def test_a_looser_coin_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents vacuous bounds: the expansion that others use is beyond this one, and is seen."""
+    from specheads.verification import acceptance
+
+    def expanded(probability: Tensor, bound: float) -> Tensor:
+        more = (2 * bound * probability * (1 - probability)).sqrt()
+        return (probability + more).clamp(max=1)
+
+    monkeypatch.setattr(acceptance, "_coin", expanded)
+    bound = 0.05
+    base = torch.tensor([0.9, 0.06, 0.04], dtype=torch.float64)
+    found = tilted(base, torch.tensor([True, False, False]), bound, "kl")
+    assert divergences(found, base)[0] > 1.2 * bound
+
+
+def test_what_is_measured_of_a_lenient_rule() -> None:
+    """Prevents a divergence that is printed of another distribution than what is drawn from."""
+    for sampling, tree in (("none", TREE), ("chain", CHAIN)):
+        drawn = drafter(sampling)
+
+        def rule(*given: Any, sampling: str = sampling) -> tuple[Tensor, Tensor, Tensor]:
+            tokens, tree, base, draft, chance = given
+            return reject(tokens, tree, base, draft, chance, sampling, 0.4)
+
+        context = torch.tensor([MODEL.context((1, 2))])
+        (outcomes,) = outcomes_of(verified(MODEL, tree, drawn, rule), context)
+        got = torch.zeros(4, dtype=torch.float64)
+        for new, weight in outcomes.items():
+            got[new[0]] += weight
+        tokens, draft = drawn(context, Outcomes([()]))
+        base = MODEL.probs(MODEL.at_nodes(context, tokens, tree.parents))
+        given = None if sampling == "none" else draft
+        assert (leniently(tokens, tree, base, given, 0.4)[0, 0] - got).abs().max() < 1e-9
+
+
+def test_guesses_are_the_children_of_their_node() -> None:
+    """Prevents mass that goes to another node's children, padding, or another row's."""
+    tokens = torch.tensor([[7, 1, 2, 3, -1], [7, 4, 4, 0, 5]])
+    parents = torch.tensor([[-1, 0, 0, 1, 2], [-1, 0, 1, 2, 0]])
+    found = guessed(tokens, RowTrees.from_parents(parents, 3), 8)
+    listed = [sorted(map(tuple, row.nonzero().tolist())) for row in found]
+    assert listed == [[(0, 1), (0, 2), (1, 3)], [(0, 4), (0, 5), (1, 4), (2, 0)]]
+
+
+def test_bounds_are_checked() -> None:
+    """Prevents a bound that means nothing."""
+    for rule, bound in (("lossy_tv", 1.5), ("lossy_tv", -0.1), ("lossy_kl", -1.0)):
+        with pytest.raises(ValueError, match="bound"):
+            Acceptance(rule, bound=bound)
+    assert math.isclose(Acceptance("lossy_kl", bound=3.0).bound, 3.0)
+    assert partial(Acceptance, "lossy_kl")().lossless
