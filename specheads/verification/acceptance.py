@@ -359,12 +359,12 @@ def tilted(base_probs: Tensor, guesses: Tensor, bound: float, measure: str) -> T
     one_of("measure", measure, "tv", "kl")
     if bound == 0:
         return base_probs
-    if guesses.dtype == torch.bool:
+    if guesses.dtype == torch.bool:  # only whether a token is among them counts: a coin is tossed
         inside = torch.where(guesses, base_probs, 0).sum(-1, keepdim=True).clamp(max=1)
-        more = (inside + bound).clamp(max=1) if measure == "tv" else _coin(inside, bound)
-        more = torch.where(inside > 0, more, 0)
-        factor = torch.where(guesses, more / inside, (1 - more) / (1 - inside))
-        return base_probs * factor.nan_to_num(0)
+        coin = torch.cat([inside, 1 - inside], dim=-1)
+        wanted = torch.tensor([1.0, 0.0]).to(coin).expand_as(coin)
+        factors = (tilted(coin, wanted, bound, measure) / coin).nan_to_num(0)
+        return base_probs * torch.where(guesses, factors[..., :1], factors[..., 1:])
     if measure == "kl":
         return _clamped(base_probs, guesses, bound)
     gain = torch.where(base_probs > 0, guesses - base_probs, 0).clamp(min=0)
@@ -375,20 +375,6 @@ def tilted(base_probs: Tensor, guesses: Tensor, bound: float, measure: str) -> T
 
 
 _HALVINGS = 60  # of an interval: to the last bit
-
-
-def _coin(probability: Tensor, bound: float) -> Tensor:
-    """Return the largest a with KL(a || p) of two coins at most ``bound``, [...]."""
-    p = probability.double()
-    low, high = p, torch.ones_like(p)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        distance = torch.special.xlogy(middle, middle / p)
-        distance = distance + torch.special.xlogy(1 - middle, (1 - middle) / (1 - p))
-        within = distance.nan_to_num(0) <= bound
-        low, high = torch.where(within, middle, low), torch.where(within, high, middle)
-    # all of it, where that is within the bound
-    return torch.where(-p.log() <= bound, 1.0, low).to(probability)
 
 
 def _clamped(base_probs: Tensor, draft_probs: Tensor, bound: float) -> Tensor:
