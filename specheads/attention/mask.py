@@ -14,10 +14,10 @@ reads. Here the query heads of a group are laid one behind the other along the q
 share the mask's rows: kernels with masks have no grouped mode (``enable_gqa``) on a GPU, and the
 one on a CPU takes up to five times as long for a query per row.
 
-:func:`invariant_attention` gives a token the same bits whatever else is in its pass. The kernels do
+:func:`attend_invariant` gives a token the same bits whatever else is in its pass. The kernels do
 not: a node's key lies in another slot than plain decoding would give it, so that sums over keys are
-formed in another order, and bfloat16 keeps too few bits to hide it. :func:`block_attention` does as
-much for rows of plain decoding in batches, at a lower price.
+formed in another order, and bfloat16 keeps too few bits to hide it. :func:`attend_in_blocks` does
+as much for rows of plain decoding in batches, at a lower price.
 """
 
 from __future__ import annotations
@@ -195,20 +195,7 @@ _ALIGNMENT = 8  # elements: GPU kernels copy a mask whose rows start elsewhere
 
 # of the forward pass at hand: a mask and the same laid out for groups, by the mask's id and groups
 _Folded = dict[tuple[int, int], tuple[Tensor, Tensor]]
-_grouped_active: ContextVar[_Folded | None] = ContextVar("specheads_grouped", default=None)
-_blocks_active: ContextVar[bool] = ContextVar("specheads_blocks", default=False)
 _traced = False  # a plain global: what torch.compile traces cannot ask a ContextVar
-
-
-def grouped_attention() -> contextlib.AbstractContextManager[None]:
-    """While open, models with sdpa attention do not expand their cache; open it around one pass."""
-    _install_grouped()
-    return held(_grouped_active, {})
-
-
-def block_attention() -> contextlib.AbstractContextManager[None]:
-    """While open as well, rows that show ``KEY_BLOCK`` slots, or twice as many, round alike."""
-    return held(_blocks_active, True)
 
 
 @contextlib.contextmanager
@@ -235,7 +222,7 @@ class _Layout(NamedTuple):
     Attributes:
         whole: per row the blocks of positions that lie before its end.
         slots: per row [N * M * 32], for each of the N tokens those of the M blocks behind them.
-        mask: per row [N * M, 1, 4, 32], additive: what a token does not see.
+        mask: per row [N * M, 1, 1, 32], additive: what a token does not see.
     """
 
     whole: list[int]
@@ -243,18 +230,38 @@ class _Layout(NamedTuple):
     mask: Tensor
 
 
-_invariant_active: ContextVar[_Layout | None] = ContextVar("specheads_invariant", default=None)
+class _Pass(NamedTuple):
+    """How the forward pass at hand attends; see :func:`grouped_attention`."""
+
+    folded: _Folded
+    in_blocks: bool = False
+    layout: _Layout | None = None
 
 
-def invariant_attention(
-    tree: Tree | RowTrees, rows: RowEnds, dtype: torch.dtype
+_pass: ContextVar[_Pass | None] = ContextVar("specheads_pass", default=None)
+
+
+def grouped_attention(
+    *, in_blocks: bool = False, layout: _Layout | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """While open, sdpa attention along ``tree`` rounds as if each of its nodes were read alone."""
+    """While open, models with sdpa attention do not expand their cache; open it around one pass.
+
+    Args:
+        in_blocks: rows that show ``KEY_BLOCK`` slots, or twice as many, round alike.
+        layout: tokens round as if each of them were read alone, see :func:`invariant_layout`.
+    """
     _install_grouped()
-    return held(_invariant_active, _invariant_layout(tree, rows.lengths, dtype))
+    return held(_pass, _Pass({}, in_blocks, layout))
 
 
-def _invariant_layout(tree: Tree | RowTrees, lengths: Sequence[int], dtype: torch.dtype) -> _Layout:
+def invariant_layout(tree: Tree | RowTrees, lengths: Sequence[int], dtype: torch.dtype) -> _Layout:
+    """Return where the keys are that :func:`attend_invariant` shows the nodes of a tree.
+
+    Args:
+        tree: of the pass.
+        lengths: per row the tokens in the cache, behind which the tree lies.
+        dtype: of the mask.
+    """
     size, ends = _INVARIANT_BLOCK, torch.tensor(lengths)
     whole = ends // size
     num_blocks = int((ends % size).max() + tree.max_depth) // size + 1
@@ -265,8 +272,7 @@ def _invariant_layout(tree: Tree | RowTrees, lengths: Sequence[int], dtype: torc
     slots = ends[:, None, None] + torch.where(ahead[:, None] < 0, ahead[:, None], above)
     hidden = ahead[:, None] > batched(tree, tree.depths)[..., None]
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
-    mask = mask.view(len(lengths), -1, 1, 1, size).expand(-1, -1, -1, _QUERIES, -1)
-    return _Layout(whole.tolist(), slots.flatten(1), mask)
+    return _Layout(whole.tolist(), slots.flatten(1), mask.view(len(lengths), -1, 1, 1, size))
 
 
 def attend_invariant(
@@ -290,35 +296,29 @@ def attend_invariant(
     Returns:
         [B, N, H * G, d].
     """
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     size, num_heads, num_tokens = _INVARIANT_BLOCK, key.shape[1], query.shape[2]
-    groups = query.shape[1] // num_heads
-    by_token = query.unflatten(1, (num_heads, groups)).permute(0, 3, 1, 2, 4)  # [B, N, H, G, d]
+    by_token = query.unflatten(1, (num_heads, -1)).permute(0, 3, 1, 2, 4)  # [B, N, H, G, d]
     outputs = []
-    for row, asked in enumerate(by_token):
-        num_whole, mask = layout.whole[row], layout.mask[row]
+    for asked, keys, values, num_whole, slots, mask in zip(
+        by_token, key, value, *layout, strict=True
+    ):
         num_own = len(mask) // num_tokens
         picked = (
-            each[row].index_select(1, layout.slots[row]).unflatten(1, (-1, size)).transpose(0, 1)
-            for each in (key, value)
+            each.index_select(1, slots).unflatten(1, (-1, size)).transpose(0, 1)
+            for each in (keys, values)
         )
-        own = pad(asked, (0, 0, 0, -groups % _QUERIES)).repeat_interleave(num_own, 0)
-        mask = mask.expand(-1, -1, own.shape[2], -1)
-        parts, sums = attend(own, *picked, attn_mask=mask, scale=scale)
-        parts = parts.unflatten(0, (num_tokens, num_own)).transpose(0, 1)[:, :, :, :groups]
-        sums = sums.unflatten(0, (num_tokens, num_own)).transpose(0, 1)[..., :groups]
+        own = _attend_alike(asked.repeat_interleave(num_own, 0), *picked, mask, scale)
+        # [M, N, H, G, ...]
+        parts, sums = (each.unflatten(0, (num_tokens, num_own)).transpose(0, 1) for each in own)
         if num_whole:
             shared = (
-                each[row, :, : num_whole * size].unflatten(1, (num_whole, size)).transpose(0, 1)
-                for each in (key, value)
+                each[:, : num_whole * size].unflatten(1, (num_whole, size)).transpose(0, 1)
+                for each in (keys, values)
             )
-            every = asked.transpose(0, 1).flatten(1, 2)  # [H, N * G, d]
-            every = pad(every, (0, 0, 0, -every.shape[1] % _QUERIES))
-            before, of_before = attend(every.expand(num_whole, -1, -1, -1), *shared, scale=scale)
-            there = num_tokens * groups
-            before = before[:, :, :there].unflatten(2, (num_tokens, groups)).transpose(1, 2)
-            of_before = of_before[..., :there].unflatten(2, (num_tokens, groups)).transpose(1, 2)
-            parts, sums = torch.cat([before, parts]), torch.cat([of_before, sums])
+            every = asked.transpose(0, 1).flatten(1, 2).expand(num_whole, -1, -1, -1)
+            found = _attend_alike(every, *shared, None, scale)  # [W, H, N * G, ...]
+            before = (each.unflatten(2, (num_tokens, -1)).transpose(1, 2) for each in found)
+            parts, sums = map(torch.cat, zip(before, (parts, sums), strict=True))
         weights = sums.double().softmax(0)[..., None]
         outputs.append((weights * parts).sum(0).to(query.dtype))
     return torch.stack(outputs).flatten(2, 3)
@@ -339,23 +339,22 @@ def _install_grouped() -> None:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         compiling = torch.compiler.is_compiling()
-        layout = None if compiling else _invariant_active.get()
+        how = (_Pass({}) if _traced else None) if compiling else _pass.get()
         scale = kwargs.get("scaling")
-        if layout is not None and _is_plain(args, kwargs):
-            return attend_invariant(query, key, value, scale, layout), None
-        folded = ({} if _traced else None) if compiling else _grouped_active.get()
+        if how is None or not _is_plain(args, kwargs):
+            return stock(module, query, key, value, attention_mask, *args, **kwargs)
+        if how.layout is not None:
+            return attend_invariant(query, key, value, scale, how.layout), None
         # the kernel takes values as wide as keys; models with others round by shape
-        in_blocks = not compiling and _blocks_active.get() and attention_mask is not None
+        in_blocks = how.in_blocks and attention_mask is not None
         in_blocks = in_blocks and key.shape[3] == value.shape[3]
         if (
-            folded is None
-            or (attention_mask is None and query.shape[2] > 1)  # causal, and not said by a mask
+            (attention_mask is None and query.shape[2] > 1)  # causal, and not said by a mask
             or (query.shape[1] == key.shape[1] and not in_blocks)
-            or not _is_plain(args, kwargs)
         ):
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
         output = attend_folded(
-            query, key, value, attention_mask, scale, folded, in_blocks=in_blocks
+            query, key, value, attention_mask, scale, how.folded, in_blocks=in_blocks
         )
         return output.transpose(1, 2).contiguous(), None
 
@@ -408,8 +407,6 @@ def attend_folded(
     return output.unflatten(2, (groups, num_tokens)).flatten(1, 2)
 
 
-# Queries of a call are a multiple of: the kernel takes them in parts of 32, 64 or 256, and if three
-# or fewer are left for the last, it multiplies those by other code
 _QUERIES = 4
 _MERGED = 2**20  # numbers of an output: of more, merging blocks would go through memory
 
@@ -439,22 +436,37 @@ def attend_in_blocks(
         rows = max(1, _MERGED // query[0].numel())
         parts = zip(*(given.split(rows) for given in (query, key, value, mask)), strict=True)
         return torch.cat([attend_in_blocks(q, k, v, seen, scale) for q, k, v, seen in parts])
-    num_queries = query.shape[2]
-    if missing := -num_queries % _QUERIES:
-        query, mask = pad(query, (0, 0, 0, missing)), pad(mask, (0, 0, 0, missing))
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     split = (given.split(KEY_BLOCK, dim) for given, dim in ((key, 2), (value, 2), (mask, 3)))
-    blocks = [
-        attend(query, k, v, attn_mask=seen, scale=scale) for k, v, seen in zip(*split, strict=True)
-    ]
+    blocks = [_attend_alike(query, k, v, seen, scale) for k, v, seen in zip(*split, strict=True)]
     if len(blocks) == 1:
-        return blocks[0][0][:, :, :num_queries]
+        return blocks[0][0]
     sums = torch.stack([each for _, each in blocks])  # [blocks, B, H, N] logarithms
     weights = sums.sub_(sums.amax(0)).exp_()[..., None]
     total, output = weights[0], blocks[0][0] * weights[0]
     for (part, _), weight in zip(blocks[1:], weights[1:], strict=True):
         total, output = total + weight, output.addcmul_(part, weight)
-    return output.div_(total).to(query.dtype)[:, :, :num_queries]
+    return output.div_(total).to(query.dtype)
+
+
+def _attend_alike(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attend on a CPU so that a query's bits do not depend on how many there are.
+
+    The kernel takes queries in parts of 32, 64 or 256, and if three or fewer are left for the last,
+    it multiplies those by other code: so their number is made a multiple of ``_QUERIES``.
+
+    Returns:
+        The output [B, H, N, d], and the logarithms [B, H, N] of the sums of exponentials.
+    """
+    num_queries = query.shape[2]
+    if missing := -num_queries % _QUERIES:
+        query = pad(query, (0, 0, 0, missing))
+        if mask is not None and mask.shape[2] > 1:
+            mask = pad(mask, (0, 0, 0, missing))
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, sums = attend(query, key, value, attn_mask=mask, scale=scale)
+    return output[:, :, :num_queries], sums[..., :num_queries]
 
 
 def _fold_mask(mask: Tensor, groups: int) -> Tensor:

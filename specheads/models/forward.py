@@ -402,8 +402,7 @@ class ModelPass:
         # rows that end together see each other's padding in no way: it comes after all they have
         ragged = not cache.rows.uniform or cache.rows.multiple > 1
         apart = masks.tree_attention(None, cache) if ragged else contextlib.nullcontext()
-        in_blocks = masks.block_attention() if cache.rows.multiple > 1 else contextlib.nullcontext()
-        with masks.grouped_attention(), apart, in_blocks:
+        with masks.grouped_attention(in_blocks=cache.rows.multiple > 1), apart:
             logits = self.model(
                 input_ids=tokens.to(self.device),
                 position_ids=self._positions(ahead),
@@ -440,13 +439,11 @@ class ModelPass:
             return run_compiled(self.model, self.cache, tokens, positions, tree)
         # a root alone behind rows of one length is a plain step
         plain = self.chain_only or (tree.num_nodes == 1 and self.cache.rows.uniform)
-        rows, dtype = self.cache.rows, self.model.dtype
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(masks.grouped_attention())
-            if not plain:
-                stack.enter_context(masks.tree_attention(tree, self.cache))
-            if self.invariant:
-                stack.enter_context(masks.invariant_attention(tree, rows, dtype))
+        along = contextlib.nullcontext() if plain else masks.tree_attention(tree, self.cache)
+        layout = None
+        if self.invariant:
+            layout = masks.invariant_layout(tree, self.cache.lengths, self.model.dtype)
+        with masks.grouped_attention(layout=layout), along:
             logits: Tensor = self.model(
                 input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True
             ).logits

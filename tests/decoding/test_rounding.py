@@ -285,7 +285,7 @@ def test_elsewhere_nothing_changes(
             ModelPass(model, TreeCache(), invariant=True, **changed)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("heads,groups,width", [(2, 3, 64), (4, 1, 80), (1, 4, 128)])
+@pytest.mark.parametrize("heads,groups,width", [(2, 3, 64), (4, 1, 80), (1, 4, 128), (2, 7, 64)])
 @pytest.mark.parametrize("cached", [2, 31, 126])
 def test_invariant_attention_is_attention(heads: int, groups: int, width: int, cached: int) -> None:
     """Prevents a fast path that attends to something else; the reference is in float64."""
@@ -299,6 +299,6 @@ def test_invariant_attention_is_attention(heads: int, groups: int, width: int, c
     scores = query.double() @ key.double().repeat_interleave(groups, 1).transpose(2, 3) * 0.1
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     expected = weights @ value.double().repeat_interleave(groups, 1)
-    layout = module._invariant_layout(tree, [cached], torch.float32)
+    layout = module.invariant_layout(tree, [cached], torch.float32)
     given = attend_invariant(query, key, value, 0.1, layout)
     torch.testing.assert_close(given.double(), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
