@@ -72,13 +72,13 @@ class RowEnds:
             self._known[key] = torch.tensor(self.lengths, device=device)
         return self._known[key]
 
-    def slots(self, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return row numbers [B, 1] and the next ``num_tokens`` slots of each row [B, T]."""
+    def slots(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Return the next ``num_tokens`` slots of each row, [B, T]."""
         key = (device, num_tokens)
         if key not in self._known:
             ahead = torch.arange(num_tokens, device=device)
             self._known[key] = self.on(device)[:, None] + ahead
-        return torch.arange(len(self.lengths), device=device)[:, None], self._known[key]
+        return self._known[key]
 
 
 class TreeLayer(DynamicLayer):
@@ -134,7 +134,7 @@ class TreeLayer(DynamicLayer):
         much.
         """
         if self.rows.fixed_slots is not None:
-            return self._update_fixed(key_states, value_states, self.rows.fixed_slots)
+            return self._write(key_states, value_states, self.rows.fixed_slots)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, num_tokens = self.rows.longest, key_states.shape[2]
@@ -152,16 +152,13 @@ class TreeLayer(DynamicLayer):
         if self.rows.uniform:
             self.keys[:, :, start:end] = key_states
             self.values[:, :, start:end] = value_states
-        else:
-            row, slot = self.rows.slots(num_tokens, key_states.device)
-            self.keys[row, :, slot] = key_states.transpose(1, 2)
-            self.values[row, :, slot] = value_states.transpose(1, 2)
-        return self.keys, self.values
+            return self.keys, self.values
+        return self._write(key_states, value_states, self.rows.slots(num_tokens, key_states.device))
 
-    def _update_fixed(
+    def _write(
         self, key_states: Tensor, value_states: Tensor, slots: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write where :meth:`TreeCache.fix` said: tensors alone decide, so that it compiles."""
+        """Write [B, H, T, d] to slots [B, T]: tensors alone decide, so that it compiles."""
         assert self.keys is not None and self.values is not None
         if slots.shape[0] == 1:
             self.keys.index_copy_(2, slots[0], key_states)
@@ -282,7 +279,7 @@ class TreeCache(Cache):
                 if view is not None and view.is_cuda:
                     # else CUDA graphs would be skipped: they copy inputs, but these are written to
                     torch._dynamo.mark_static_address(view, guard=False)
-        self.rows.fixed_slots = self.rows.slots(num_tokens, layers[0].device)[1]
+        self.rows.fixed_slots = self.rows.slots(num_tokens, layers[0].device)
         try:
             yield
         finally:
@@ -323,7 +320,8 @@ class TreeCache(Cache):
             kept = buffer.index_select(-2, nodes[0] + start)
             buffer[..., start + 1 : start + 1 + num_moved, :] = kept
             return
-        row, slot = self.rows.slots(1 + num_moved, buffer.device)
+        row = torch.arange(num_rows, device=buffer.device)[:, None]
+        slot = self.rows.slots(1 + num_moved, buffer.device)
         source = slot[:, :1] + nodes
         # index tensors apart by a slice: their dimensions come first, [B, a, n, H, d]
         buffer[:, row, :, slot[:, 1:]] = buffer[:, row, :, source]
