@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -253,89 +253,72 @@ def grow_on_host(
     """
     rows = [_GrowingRow(root, num_nodes, width) for root in roots]
     nodes: Nodes | None = None
-    for depth in range(max(limits)):
+    for depth in range(1, max(limits) + 1):
         log_probs, guesses = (each.tolist() for each in ask(nodes))
         for row, limit, of_row, tokens in zip(rows, limits, log_probs, guesses, strict=True):
-            if depth < limit:
+            if depth <= limit:
                 row.extend(depth, of_row, tokens)
-            gains = not min_gain or sum(math.exp(each.value) for each in row.asked) >= min_gain
-            if depth + 1 >= limit or not gains:
+            gain = sum(math.exp(-row.found[number][0]) for number, _ in row.asked)
+            if depth >= limit or gain < min_gain:
                 row.asked = []
         widest = max(len(row.asked) for row in rows)
         if widest == 0:
             break
         # rows that ask at fewer nodes ask at one of them, or anywhere, once more
-        asked = [[(each.above, each.token) for each in row.asked] or [(0, 0)] for row in rows]
-        nodes = [each + each[:1] * (widest - len(each)) for each in asked]
+        asked = [[(above, row.found[number][-1]) for number, above in row.asked] for row in rows]
+        nodes = [each + (each or [(0, 0)])[:1] * (widest - len(each)) for each in asked]
     return [row.tree() for row in rows]
-
-
-class _Asked(NamedTuple):
-    """A node below which guesses are asked for.
-
-    Attributes:
-        value: logarithm of its path's probability.
-        number: its place in the row's list of nodes, from 1 on; 0 is the root.
-        above: the place of its parent among those that were asked before.
-        token: the token at the node.
-    """
-
-    value: float
-    number: int
-    above: int
-    token: int
 
 
 class _GrowingRow:
     """One row's tree while it grows on the host, a level at a time.
 
     Attributes:
-        asked: the nodes below which is asked next, the most valuable of the last level.
+        found: of every node that was found, by its number: minus the logarithm of its path's
+            probability, its depth, its place in the level, the parent's number, and its token.
+            Number 0 is the root.
+        asked: the nodes below which is asked next, the most valuable of the last level: their
+            numbers, and the places of their parents among those that were asked before.
     """
 
     def __init__(self, root: int, num_nodes: int, width: int) -> None:
-        self.root, self.most, self.width = root, num_nodes - 1, width
-        self.asked = [_Asked(0.0, 0, 0, root)]
-        # (minus the value, depth, place in the level, the parent's number, token), level by level
-        self.found: list[tuple[float, int, int, int, int]] = []
+        self.most, self.width = num_nodes - 1, width
+        self.found: list[tuple[float, int, int, int, int]] = [(0.0, 0, 0, 0, root)]
+        self.asked = [(0, 0)]
         self.best: list[float] = []  # the values of the best nodes so far, negative, ascending
 
     def extend(
         self, depth: int, log_probs: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]
     ) -> None:
-        """Add the best of the next level, and choose below which of them to ask."""
+        """Add the best of the level at ``depth``, and choose below which of them to ask."""
         full = len(self.best) == self.most
         level: list[tuple[float, int, int]] = []  # minus the value, place of the parent, rank
-        for place, asked in enumerate(self.asked):
+        for place, (number, _) in enumerate(self.asked):
+            value = self.found[number][0]
             for rank, log_prob in enumerate(log_probs[place]):
-                negative = -asked.value - log_prob
-                if full and negative >= self.best[-1]:
+                if full and value - log_prob >= self.best[-1]:
                     break
-                level.append((negative, place, rank))
+                level.append((value - log_prob, place, rank))
         level.sort()
-        del level[self.most - depth :]
-        first = len(self.found) + 1
+        del level[self.most + 1 - depth :]
+        first = len(self.found)
         self.found += [
-            (negative, depth, place, self.asked[above].number, tokens[above][rank])
+            (negative, depth, place, self.asked[above][0], tokens[above][rank])
             for place, (negative, above, rank) in enumerate(level)
         ]
         self.best = sorted(self.best + [each[0] for each in level])[: self.most]
         # children of a full tree must be more valuable than its last node, hence their parents too
         bar = self.best[-1] if len(self.best) == self.most else math.inf
-        self.asked = [
-            _Asked(-negative, first + place, above, tokens[above][rank])
-            for place, (negative, above, rank) in enumerate(level[: self.width])
-            if negative < bar
-        ]
+        best = enumerate(level[: self.width], start=first)
+        self.asked = [(number, above) for number, (negative, above, _) in best if negative < bar]
 
     def tree(self) -> OneTree:
         """Return tokens and parents of the best nodes, sorted by depth."""
-        order = sorted(range(len(self.found)), key=self.found.__getitem__)
-        nodes = [(0, 0, 0, self.root)]
-        for index in order[: self.most]:
-            _, depth, _, above, token = self.found[index]
-            nodes.append((depth + 1, index + 1, above, token))
-        return by_depth(nodes)
+        order = sorted(range(len(self.found)), key=self.found.__getitem__)[: self.most + 1]
+        nodes = ((number, *self.found[number]) for number in order)
+        return by_depth(
+            (depth, number, above, token) for number, _, depth, _, above, token in nodes
+        )
 
 
 @dataclass(frozen=True)
