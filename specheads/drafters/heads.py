@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, repeat
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ CANDIDATES, MOST_OUTPUTS = 8, 1024
 
 @dataclass(frozen=True)
 class Draws:
-    """The base model's draws ahead of some texts, which guesses follow at temperatures above 0.
+    """The base model's draws ahead of some texts, which guesses follow.
 
     A draw is the best of logits with Gumbel noise that belongs to a position. With the same noise
     on the heads' logits both take the same token with a probability of at least
@@ -52,7 +52,7 @@ class Draws:
     arXiv:2408.07978), where without it the best guess is drawn as often as it is likely.
 
     Attributes:
-        sampler: how the base model's tokens are drawn.
+        sampler: how the base model's tokens are drawn; at temperature 0 there is nothing to follow.
         vocab_size: V of the base model.
         rows: [B], which rows of the batch these are, for their seeds.
         lengths: [B], tokens of each text, the root included: where the first guess stands.
@@ -72,27 +72,28 @@ class Draws:
         return noise.transpose(0, 1)
 
     def follow(self, logits: Tensor, depth: int, heads: Heads) -> Tensor:
-        """Return what draws at one depth of the trees would be the best of.
+        """Return what draws would be the best of; the logits where the base model does not draw.
 
         Args:
-            logits: [B, n, V'], of the heads.
-            depth: of the nodes whose children are guessed.
+            logits: [D, B, n, V'], of the heads, at the nodes of as many depths of the trees.
+            depth: of the first nodes whose children are guessed.
             heads: which.
 
         Returns:
-            As the logits, float32.
+            As the logits; float32 where there are draws.
         """
-        noise = self.noise(depth, 1, heads, logits.device)[0]
-        return self.sampler.warp(logits) + noise[:, None]
-
-    def follow_all(self, logits: Tensor, heads: Heads) -> Tensor:
-        """Return the same of logits [D, B, V'] of all depths, the same at all nodes of one."""
-        return self.sampler.warp(logits) + self.noise(0, len(logits), heads, logits.device)
+        if not self.sampler.temperature:
+            return logits
+        noise = self.noise(depth, len(logits), heads, logits.device)
+        return self.sampler.warp(logits) + noise[:, :, None]
 
     def select(self, kept: Sequence[int]) -> Draws:
         """Keep some texts."""
         rows, lengths = ([each[i] for i in kept] for each in (self.rows, self.lengths))
         return replace(self, rows=rows, lengths=lengths)
+
+
+NO_DRAWS = Draws(Sampler(), 0, [], [])
 
 
 class Unread(NamedTuple):
@@ -121,20 +122,13 @@ class Unread(NamedTuple):
             return parts[0]
         hidden = torch.cat([part.hidden for part in parts], dim=1)
         tokens = torch.cat([part.tokens for part in parts], dim=1)
-        of_rows = list(zip(*(part.counts for part in parts), strict=True))
-        if len(of_rows) > 1:  # padding lies in between
-            starts = [0, *accumulate(part.tokens.shape[1] for part in parts)][:-1]
-            rows = [
-                [
-                    start + i
-                    for start, count in zip(starts, counts, strict=True)
-                    for i in range(count)
-                ]
-                for counts in of_rows
-            ]
-            places = pad_rows(rows, tokens.device)
+        counts = [sum(each) for each in zip(*(part.counts for part in parts), strict=True)]
+        if len(counts) > 1:  # padding lies in between: what is real comes to the front
+            sizes = [(part.tokens.shape[1], torch.tensor(part.counts)) for part in parts]
+            real = torch.cat([torch.arange(n) < count[:, None] for n, count in sizes], dim=1)
+            places = (~real).int().argsort(dim=1, stable=True)[:, : max(counts)].to(tokens.device)
             hidden, tokens = rows_at(hidden, places), tokens.gather(1, places)
-        return Unread(hidden, [sum(counts) for counts in of_rows], tokens)
+        return Unread(hidden, counts, tokens)
 
 
 @dataclass
@@ -148,7 +142,7 @@ class HeadsState:
             attend have read anything.
         predict: the heads as they were when the text began.
         memory: what layers of the heads remember of the text, if they have any that attend.
-        draws: those that guesses follow; None where the base model does not draw.
+        draws: those that guesses follow.
         unread: what these layers read first when they are asked, and not where nobody asks.
     """
 
@@ -156,7 +150,7 @@ class HeadsState:
     hidden: Tensor | None
     predict: Any
     memory: HeadCache | None = None
-    draws: Draws | None = None
+    draws: Draws = NO_DRAWS
     unread: Sequence[Unread] = ()
 
 
@@ -242,11 +236,10 @@ class HeadsDrafter:
 
     def start(self, prefill: Prefill) -> HeadsState:
         """Start behind the prompt: from its last hidden state, or all where heads attend."""
-        predict, root, draws = self.steps(), prefill.root, None
-        if prefill.sampler.temperature > 0 and prefill.lossless:
-            size = max(prefill.vocab_size, self.heads.vocab_size)
-            lengths = [len(ids) + 1 for ids in prefill.ids]
-            draws = Draws(prefill.sampler, size, prefill.rows, lengths)
+        predict, root = self.steps(), prefill.root
+        sampler = prefill.sampler if prefill.lossless else Sampler()
+        size = max(prefill.vocab_size, self.heads.vocab_size)
+        draws = Draws(sampler, size, prefill.rows, [len(ids) + 1 for ids in prefill.ids])
         if isinstance(self.shape, Tree):
             self.shape = self.shape.to(root.device)
         memory = self.heads.memory(len(prefill.num_tokens), self.embed)
@@ -294,17 +287,15 @@ class HeadsDrafter:
             last = hidden[:, 0]
         else:
             unread = [*unread, Unread(hidden, counts, pad_rows(result.new_tokens, self.device))]
-        draws = state.draws
-        if draws is not None:
-            lengths = [n + count for n, count in zip(draws.lengths, counts, strict=True)]
-            draws = replace(draws, lengths=lengths)
+        lengths = [n + count for n, count in zip(state.draws.lengths, counts, strict=True)]
+        draws = replace(state.draws, lengths=lengths)
         return replace(state, root=result.next_root, hidden=last, draws=draws, unread=unread)
 
     def select(self, state: HeadsState, rows: Tensor) -> HeadsState:
         """Keep some rows."""
         return replace(
             state,
-            draws=None if state.draws is None else state.draws.select(rows.tolist()),
+            draws=state.draws.select(rows.tolist()),
             root=state.root[rows],
             hidden=None
             if state.hidden is None
@@ -317,9 +308,8 @@ class HeadsDrafter:
         """Take the rows of both; layers that attend read what they have not."""
         hidden = torch.cat([self.read(state), self.read(other)], dim=-2)
         draws, more, memory = state.draws, other.draws, state.memory
-        if draws is not None and more is not None:
-            rows, lengths = draws.rows + more.rows, draws.lengths + more.lengths
-            draws = replace(draws, rows=rows, lengths=lengths)
+        rows, lengths = draws.rows + more.rows, draws.lengths + more.lengths
+        draws = replace(draws, rows=rows, lengths=lengths)
         if memory is not None and other.memory is not None:
             memory = memory.join(other.memory)
         root = torch.cat([state.root, other.root])
@@ -347,13 +337,9 @@ class HeadsDrafter:
         found = []
         for number, level in enumerate(self._levels, start=1):
             # parallel heads have one level, in which all of them guess
-            logits = walk.logits() if walk else state.predict(self.read(state))[: self.max_depth]
-            if state.draws is not None and walk:
-                logits = state.draws.follow(logits, walk.depth, self.heads)
-            elif state.draws is not None:
-                logits = state.draws.follow_all(logits, self.heads)
-            best = logits.topk(level.num_ranks, dim=-1).indices
-            best = (best if walk else best.transpose(0, 1)).flatten(1)
+            logits = walk.logits()[None] if walk else self._parallel(state)
+            logits = state.draws.follow(logits, walk.depth if walk else 0, self.heads)
+            best = logits.topk(level.num_ranks, dim=-1).indices.transpose(0, 1).flatten(1)
             tokens = self.heads.token_ids(best.index_select(1, level.slots))
             found.append(tokens)
             if walk and number < len(self._levels):
@@ -375,14 +361,16 @@ class HeadsDrafter:
 
     def _alike(self, state: HeadsState) -> Guesses:
         """Return the guesses of parallel heads."""
-        logits = state.predict(self.read(state))[: self.max_depth].float()
-        if state.draws is not None:
-            logits = state.draws.follow_all(logits, self.heads)
+        logits = state.draws.follow(self._parallel(state).float(), 0, self.heads)
         if self._scales is not None:
-            logits = logits * self._scales[: self.max_depth, None, None]
-        log_probs, places = best_guesses(logits, self.num_ranks)  # [D, B, R]
-        tokens = self.heads.token_ids(places.transpose(0, 1).flatten(1))
-        return tokens, (log_probs[:, :, None],), ()
+            logits = logits * self._scales[: self.max_depth, None, None, None]
+        log_probs, places = best_guesses(logits, self.num_ranks)  # [D, B, 1, R]
+        return self.heads.token_ids(places.transpose(0, 1).flatten(1)), (log_probs,), ()
+
+    def _parallel(self, state: HeadsState) -> Tensor:
+        """Return the logits [D, B, 1, V'] of parallel heads."""
+        logits: Tensor = state.predict(self.read(state))[: self.max_depth, :, None]
+        return logits
 
     def _grow(self, state: HeadsState) -> tuple[RowTrees, Tensor]:
         """Grow trees of sequential heads; return them and the guesses [B, N - 1]."""
@@ -409,23 +397,25 @@ class HeadsDrafter:
 
         Args:
             walk: the heads there.
-            draws: what guesses follow.
+            draws: what guesses follow; None: nothing.
 
         Returns:
             Parents, tokens and values, see :func:`specheads.drafters.growing.grow`.
         """
+        followed = draws or NO_DRAWS
 
         def ask(nodes: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
             if nodes is not None:
                 walk.descend(*nodes)
-            return self._guesses(walk, draws)
+            return self._guesses(walk, followed)
 
         roots = walk.tokens[:, 0]
         if not self.linked:
             return growing.grow(ask, roots, self.num_nodes, self.max_depth, self.width)
-        tokens, log_probs, places = self._linked(walk, draws)
-        found = growing.best_trees(_levels(log_probs), self.num_nodes, _levels(places))
-        parents, slots, values = found
+        tokens, log_probs, places = self._linked(walk, followed)
+        parents, slots, values = growing.best_trees(
+            _levels(log_probs), self.num_nodes, _levels(places)
+        )
         return parents, torch.cat([roots[:, None], tokens.gather(1, slots)], dim=1), values
 
     def _fill_linked(self, tokens: Tensor, places: Stacks) -> Tensor:
@@ -439,7 +429,7 @@ class HeadsDrafter:
             rows.append([(node[0] - 1) * width + at for node, at in each])
         return tokens.gather(1, torch.tensor(rows, device=tokens.device))
 
-    def _linked(self, walk: Any, draws: Draws | None) -> Guesses:
+    def _linked(self, walk: Any, draws: Draws) -> Guesses:
         """Let heads that read of the path its last token alone guess at once, in two waves.
 
         First the candidates of each depth, without what a drafted token adds; then what every
@@ -447,8 +437,8 @@ class HeadsDrafter:
         """
         heads, output = self.heads, self.output
         alone = walk.alone(self.max_depth)
-        chosen, noise = output.finish(alone), None
-        if draws is not None:
+        chosen, drawn = output.finish(alone), draws.sampler.temperature > 0
+        if drawn:
             noise = draws.noise(0, self.max_depth, heads, alone.device)
             chosen = draws.sampler.warp(chosen) + noise
         num_candidates = min(max(CANDIDATES, self.num_ranks), heads.num_outputs)
@@ -461,8 +451,7 @@ class HeadsDrafter:
         in_order = torch.arange(num_ranks, device=places.device).expand(first.shape)
         rest = alone[1:].gather(-1, places[1:])[:, :, None]
         rest = output.finish(rest + walk.added(tokens[:-1], places[1:]))
-        if draws is not None:
-            assert noise is not None
+        if drawn:
             rest = draws.sampler.warp(rest) + noise[1:].gather(-1, places[1:])[:, :, None]
         if self._scales is not None:
             rest = rest * self._scales[1 : self.max_depth, None, None, None]
@@ -470,11 +459,9 @@ class HeadsDrafter:
         flat = tokens.transpose(0, 1).flatten(1)
         return flat, (first[:, :, None], log_probs), (in_order[:, :, None], links)
 
-    def _guesses(self, walk: Walk, draws: Draws | None) -> tuple[Tensor, Tensor]:
+    def _guesses(self, walk: Walk, draws: Draws) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and token ids of the best guesses at the nodes, [B, n, R]."""
-        logits = walk.logits().float()
-        if draws is not None:
-            logits = draws.follow(logits, walk.depth, self.heads)
+        logits = draws.follow(walk.logits().float()[None], walk.depth, self.heads)[0]
         if self._scales is not None:
             logits = logits * self._scales[walk.depth]
         log_probs, places = best_guesses(logits, self.num_ranks)

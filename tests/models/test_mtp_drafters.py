@@ -99,7 +99,7 @@ class Slow:
         slow = self.fast.propose(replace(state, hidden=hidden, root=roots))
         if isinstance(slow.tree, Tree):
             logits = self.heads.logits(hidden, self.fast.output)  # [K, B, V]
-            if state.draws is not None:
+            if state.draws.sampler.temperature > 0:
                 sampler, starts = state.draws.sampler, torch.tensor([*map(len, self.texts)])
                 after = starts[:, None] + torch.arange(len(logits))
                 noise = gumbel_noise(sampler.seed, after, logits.shape[-1], state.draws.rows)
