@@ -26,11 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-
-from specheads.attention.tree import RowTrees
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.growing import TextDrafter, TextRows
+from specheads.drafters.growing import TextDrafter, TextRows, pack
 from specheads.system.errors import at_least
 
 
@@ -111,7 +108,7 @@ class LookaheadDrafter(TextDrafter):
         self.max_depth = window + ngram - 3
         # while it fills, the window has fewer rows of more columns
         sizes = [(rows + 1) * (self.max_depth + 1 - rows) for rows in range(ngram - 1)]
-        self.num_nodes = max(sizes) + guesses * (ngram - 1) if fixed_size else 0
+        self.num_nodes = max(sizes) + guesses * (ngram - 1) if fixed_size else 1
 
     def start(self, prefill: Prefill) -> TextRows:
         """Fill row 0 with tokens of the prompt."""
@@ -127,13 +124,10 @@ class LookaheadDrafter(TextDrafter):
 
     def propose(self, state: TextRows) -> Candidates:
         """Plant the windows, and the guesses beside them."""
-        planted = [self._plant(row) for row in state.rows]
-        num_nodes = max(self.num_nodes, *map(len, planted))
-        for nodes in planted:  # padding stands beside the deepest: nodes stay sorted by depth
-            nodes += [nodes[-1]._replace(token=-1, probe=-1)] * (num_nodes - len(nodes))
-        _, parents, tokens, probes = torch.tensor(planted, device=state.device).unbind(-1)
-        tree = RowTrees.from_parents(parents.contiguous(), self.max_depth)
-        return Candidates(tokens.contiguous(), tree, probes=probes.contiguous())
+        planted = [zip(*self._plant(row), strict=True) for row in state.rows]
+        _, parents, tokens, inputs = zip(*planted, strict=True)
+        rows = list(zip(tokens, parents, strict=True))
+        return pack(rows, state.device, inputs=inputs, num_nodes=self.num_nodes)
 
     def observe(self, state: TextRows, result: StepResult) -> TextRows:
         """Harvest the window's n-grams and those of the new tokens; move the window on."""
