@@ -429,12 +429,12 @@ class HybridDrafter:
         spent, values = [0.0] * len(state.rates), [[1.0] for _ in state.rates]
         for number in self._order:
             price = self._prices[number]
-            asked = [True] * len(spent)
-            if price and state.tries:
-                asked = [
-                    self._pays(number, row, *of, state)
-                    for row, of in enumerate(zip(spent, values, strict=True))
-                ]
+            at_hand = zip(state.values, state.tries, values, spent, strict=False)  # none at first
+            asked = [
+                not price
+                or worth.pays(number, *trie.best(own, self._costs(paid)), trie.chance(own))
+                for worth, trie, own, paid in at_hand
+            ] or [True] * len(spent)
             if not any(asked):
                 continue
             member = self.members[number]
@@ -450,19 +450,15 @@ class HybridDrafter:
                 state.where[number][row] = own
                 values[row] = after = trie.values(state.rates[row])
                 if price:
-                    few, cheap = trie.best(before, [spent[row] + cost for cost in self._verify])
+                    few, cheap = trie.best(before, self._costs(spent[row]))
                     spent[row] += price * max(trie.depths[node] for node in own if node >= 0)
-                    many, dear = trie.best(after, [spent[row] + cost for cost in self._verify])
+                    many, dear = trie.best(after, self._costs(spent[row]))
                     state.values[row].learn(number, many - few, dear - cheap, trie.chance(before))
         return self._merge(state, spent, values)
 
-    def _pays(
-        self, number: int, row: int, paid: float, values: Sequence[float], state: HybridState
-    ) -> bool:
-        """Tell whether a member is to be asked for a row."""
-        trie = state.tries[row]
-        best = trie.best(values, [paid + cost for cost in self._verify])
-        return state.values[row].pays(number, *best, trie.chance(values))
+    def _costs(self, paid: float) -> list[float]:
+        """Return the costs of steps of all sizes behind what drafting has cost."""
+        return [paid + cost for cost in self._verify]
 
     def _merge(
         self,
@@ -474,7 +470,7 @@ class HybridDrafter:
         rows, inputs = [], []
         state.places, state.costs = [], []
         for trie, paid, each in zip(state.tries, spent, values, strict=True):
-            costs = [paid + cost for cost in self._verify]
+            costs = self._costs(paid)
             order = trie.order(each, self.num_nodes, costs)
             if costs:
                 state.costs.append(costs[min(len(order), len(costs) - 1)])  # probes are not counted
