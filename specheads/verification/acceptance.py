@@ -434,28 +434,25 @@ def leniently(
         draft_probs: [B, N, V] of a sampled chain; None: the tokens are deterministic.
         lenience: l, in (0, 1].
     """
+    parents = batched(tree, tree.parents).expand_as(tokens)
     if draft_probs is not None:
-        children = (batched(tree, tree.parents) >= 0) & (tokens >= 0)
+        children = (parents >= 0) & (tokens >= 0)
         drafted = torch.nn.functional.pad(children[:, 1:], (0, 1))[..., None] * draft_probs
         taken = torch.minimum(drafted, base_probs / lenience)
         rest = subtract(base_probs, lenience * drafted)
-        return taken + (1 - taken.sum(-1, keepdim=True)).clamp(min=0) * rest
-    parents = batched(tree, tree.parents).expand_as(tokens)
-    rows = torch.arange(len(tokens), device=tokens.device)
-    found, residual = torch.zeros_like(base_probs), base_probs.clone()
-    left = torch.ones_like(base_probs[..., 0])
-    for node in range(1, tree.num_nodes):
-        above, token = parents[:, node], tokens[:, node].clamp(min=0)
-        chance = (residual[rows, above, token] / lenience).clamp(max=1)
-        chance = torch.where(tokens[:, node] >= 0, chance, 0)
-        found[rows, above, token] += left[rows, above] * chance
-        left[rows, above] *= 1 - chance
-        point = torch.zeros_like(residual[:, 0]).scatter(1, token[:, None], lenience)
-        refused = subtract(residual[rows, above], point)
-        residual[rows, above] = torch.where(
-            tokens[:, node, None] >= 0, refused, residual[rows, above]
-        )
-    return found + left[..., None] * residual
+    else:
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        at = rows, parents.clamp(min=0), tokens.clamp(min=0)
+        base_at = torch.where((parents >= 0) & (tokens >= 0), base_probs[at], 0)
+        # a sibling is tested once those before it were refused, and has what they leave over
+        before = (parents[:, :, None] == parents[:, None]).tril(-1)
+        left = 1 - (before * base_at[:, None]).sum(-1)
+        accepted = (base_at / left / lenience).nan_to_num(0).clamp(0, 1)
+        reached = torch.where(before, 1 - accepted[:, None], 1).prod(-1)
+        taken = torch.zeros_like(base_probs).index_put(at, reached * accepted, accumulate=True)
+        among = guessed(tokens, tree, base_probs.shape[-1])
+        rest = normalise(base_probs.masked_fill(among, 0), base_probs)
+    return taken + (1 - taken.sum(-1, keepdim=True)).clamp(min=0) * rest
 
 
 def divergences(probs: Tensor, base_probs: Tensor) -> Tensor:
