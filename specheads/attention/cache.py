@@ -37,6 +37,7 @@ class RowEnds:
     Attributes:
         lengths: per row the committed tokens; empty before the first forward pass.
         fixed_slots: [B, T], where the pass at hand writes, see :meth:`TreeCache.fix`; else None.
+        fixed_width: likewise, how many slots it sees; else 0.
         multiple: of which the number of slots is that a pass sees, a divisor of ``BLOCK``.
     """
 
@@ -44,6 +45,7 @@ class RowEnds:
         self.multiple = multiple
         self.lengths: list[int] = []
         self.fixed_slots: Tensor | None = None
+        self.fixed_width = 0
         self._known: dict[tuple[object, ...], Tensor] = {}
 
     def set(self, lengths: Sequence[int]) -> None:
@@ -58,7 +60,7 @@ class RowEnds:
 
     def seen(self, num_tokens: int) -> int:
         """Return how many slots a pass sees that writes ``num_tokens`` behind every row."""
-        return -(-(self.longest + num_tokens) // self.multiple) * self.multiple
+        return self.fixed_width or -(-(self.longest + num_tokens) // self.multiple) * self.multiple
 
     @property
     def uniform(self) -> bool:
@@ -107,13 +109,6 @@ class TreeLayer(DynamicLayer):
             new[:, :, :end] = old[:, :, :end]
         self.buffers = keys, values
         self.show(keys.shape[2])
-
-    def join(self, other: TreeLayer) -> None:
-        """Put the rows of ``other``, whose pass has been, behind those here."""
-        size = max(self.capacity, other.capacity)
-        both = zip(self.buffers, other.buffers, strict=True)
-        padded = ([F.pad(each, (0, 0, 0, size - each.shape[2])) for each in pair] for pair in both)
-        self.buffers = tuple(map(torch.cat, padded))
 
     def show(self, num_slots: int) -> None:
         """Let ``keys`` and ``values`` be the first slots of the buffers."""
@@ -173,13 +168,6 @@ class TreeLayer(DynamicLayer):
         """Return the longest row's length: transformers asks for one number."""
         return self.rows.longest if self.is_initialized else 0
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys a pass over ``query_length`` tokens will see, from slot 0 on."""
-        if self.rows.fixed_slots is not None:
-            assert self.keys is not None
-            return self.keys.shape[2], 0
-        return self.rows.seen(query_length), 0
-
 
 class TreeCache(Cache):
     """The cache of all layers, made by ``TreeCache()`` and given to the model as it is.
@@ -215,9 +203,7 @@ class TreeCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return how many keys a layer's pass will see, from slot 0 on."""
-        if not self.layers:
-            return self.rows.seen(query_length), 0
-        return super().get_mask_sizes(query_length, layer_idx)
+        return self.rows.seen(query_length), 0
 
     def _live_layers(self) -> list[TreeLayer]:
         return [x for x in self.layers if isinstance(x, TreeLayer) and x.is_initialized]
@@ -280,10 +266,11 @@ class TreeCache(Cache):
                     # else CUDA graphs would be skipped: they copy inputs, but these are written to
                     torch._dynamo.mark_static_address(view, guard=False)
         self.rows.fixed_slots = self.rows.slots(num_tokens, layers[0].device)
+        self.rows.fixed_width = width
         try:
             yield
         finally:
-            self.rows.fixed_slots = None
+            self.rows.fixed_slots, self.rows.fixed_width = None, 0
 
     def extend(self, counts: Sequence[int]) -> None:
         """Keep the first ``counts[b]`` of the tokens that were written behind row b."""
@@ -397,10 +384,11 @@ class TreeCache(Cache):
         self._make_room(stop, end)
         layers = zip(self._live_layers(), other._live_layers(), strict=True)
         for number, (layer, more) in enumerate(layers):
-            if self._pool is None:  # layers that differ have buffers of their own
-                layer.join(more)
-                continue
-            layer.buffers = tuple(self._pool[number, :, :stop])
+            if self._pool is not None:
+                layer.buffers = tuple(self._pool[number, :, :stop])
+            else:  # layers that differ have buffers of their own
+                grown = (0, 0, 0, max(0, end - layer.capacity), 0, 0, 0, stop - start)
+                layer.buffers = tuple(F.pad(each, grown) for each in layer.buffers)
             for mine, theirs in zip(layer.buffers, more.buffers, strict=True):
                 mine[start:, :, :end] = theirs[:, :, :end]
                 mine[start:, :, end:] = 0  # what a row left here that had it before

@@ -84,8 +84,6 @@ class Prefill:
     def last_hidden(self, *taps: str) -> Tensor:
         """Return the hidden states [B, d] at each row's last real token, of taps side by side."""
         hidden = side_by_side(self.hidden, taps)
-        if set(self.num_tokens) == {hidden.shape[1]}:
-            return hidden[:, -1]
         last = torch.tensor(self.num_tokens, device=hidden.device) - 1
         return hidden[torch.arange(len(last), device=hidden.device), last]
 

@@ -247,9 +247,8 @@ class HeadsDrafter:
             last_hidden = prefill.last_hidden(*self.taps).to(self.device)
             return HeadsState(root, last_hidden, predict, None, draws)
         ahead = prefill.tokens.roll(-1, dims=1).to(self.device)
-        rows = torch.arange(len(ahead), device=self.device)
-        last = torch.tensor(prefill.num_tokens, device=self.device) - 1
-        ahead[rows, last] = root.to(self.device)
+        last = torch.tensor(prefill.num_tokens, device=self.device)[:, None] - 1
+        ahead = ahead.scatter(1, last, root.to(self.device)[:, None])
         hidden = side_by_side(prefill.hidden, self.taps).to(self.device)
         unread = Unread(hidden, prefill.num_tokens, ahead)
         return HeadsState(root, None, predict, memory, draws, [unread])
@@ -277,12 +276,8 @@ class HeadsDrafter:
             nodes = result.path.gather(1, result.num_accepted[:, None])
         else:  # per row the accepted nodes, as many as tokens were gained
             nodes = result.path[:, : max(counts)].clamp(min=0)
-        nodes = nodes.to(hidden.device)
-        if len(hidden) == 1:
-            hidden = hidden.index_select(1, nodes[0])
-        else:
-            hidden = hidden[torch.arange(len(hidden), device=hidden.device)[:, None], nodes]
-        hidden, last, unread = hidden.to(self.device), state.hidden, state.unread
+        hidden = rows_at(hidden, nodes.to(hidden.device)).to(self.device)
+        last, unread = state.hidden, state.unread
         if memory is None:
             last = hidden[:, 0]
         else:
@@ -293,13 +288,12 @@ class HeadsDrafter:
 
     def select(self, state: HeadsState, rows: Tensor) -> HeadsState:
         """Keep some rows."""
+        here, hidden = rows.to(self.device), state.hidden
         return replace(
             state,
             draws=state.draws.select(rows.tolist()),
             root=state.root[rows],
-            hidden=None
-            if state.hidden is None
-            else state.hidden.index_select(-2, rows.to(self.device)),
+            hidden=None if hidden is None else hidden.index_select(-2, here),
             memory=state.memory and state.memory.select(rows),
             unread=[part.select(rows) for part in state.unread],
         )

@@ -249,8 +249,6 @@ class Sampler:
         starts = [root + 1 for root in root_positions]
         num, vocab_size = tree.max_depth + 1, logits.shape[-1]
         noise = self.noise_from(starts, num, vocab_size, logits.device, rows)
-        if isinstance(tree, Tree):
-            return self.warp(logits) + noise[:, tree.depths]
         each = torch.arange(len(noise), device=logits.device)[:, None]
         return self.warp(logits) + noise[each, tree.depths]
 
