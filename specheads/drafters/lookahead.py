@@ -23,10 +23,10 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
-from specheads.drafters.contract import Candidates, Prefill, StepResult
+from specheads.drafters.contract import Candidates, StepResult
 from specheads.drafters.growing import TextDrafter, TextRows, pack
 from specheads.system.errors import at_least
 
@@ -51,9 +51,13 @@ class NgramPool:
         return list(reversed(self._known.get(first, {})))
 
 
-@dataclass
 class LookaheadRow:
     """One row's window and pool.
+
+    Args:
+        width: columns of row 0 while the window fills, without the root's.
+        ngram: N.
+        guesses: G.
 
     Attributes:
         text: its last N tokens, the root included.
@@ -63,11 +67,22 @@ class LookaheadRow:
         reads: the window was read in the last step.
     """
 
-    text: deque[int]
-    window: list[list[int]]
-    pool: NgramPool
-    last: list[int] = field(default_factory=list)
-    reads: bool = True
+    def __init__(self, width: int, ngram: int, guesses: int) -> None:
+        self.text: deque[int] = deque(maxlen=ngram)
+        self.window: list[list[int]] = []
+        self.width, self.pool = width, NgramPool(guesses)
+        self.last: list[int] = []
+        self.reads = True
+
+    def extend(self, new_tokens: Sequence[int]) -> None:
+        """Append tokens, and enter their n-grams; row 0 is filled with tokens of the prompt."""
+        if not self.window:  # any tokens do; drawn alike for a row alone and in a batch
+            self.window = [random.Random(0).choices(new_tokens, k=self.width)]
+        for token in new_tokens:
+            self.text.append(token)
+            if len(self.text) == self.text.maxlen:
+                first, *rest = self.text
+                self.pool.add(first, tuple(rest))
 
 
 class Node(NamedTuple):
@@ -109,18 +124,7 @@ class LookaheadDrafter(TextDrafter):
         # while it fills, the window has fewer rows of more columns
         sizes = [(rows + 1) * (self.max_depth + 1 - rows) for rows in range(ngram - 1)]
         self.num_nodes = max(sizes) + guesses * (ngram - 1) if fixed_size else 1
-
-    def start(self, prefill: Prefill) -> TextRows:
-        """Fill row 0 with tokens of the prompt."""
-        rows = []
-        for ids, root in zip(prefill.ids, prefill.root.tolist(), strict=True):
-            text = [*ids, root]
-            # any tokens do; drawn alike for a row alone and in a batch
-            first = random.Random(0).choices(text, k=self.max_depth)
-            row = LookaheadRow(deque(maxlen=self.ngram), [first], NgramPool(self.guesses))
-            self._extend(row, text)
-            rows.append(row)
-        return TextRows(rows, prefill.root.device)
+        self.begin = partial(LookaheadRow, self.max_depth, ngram, guesses)
 
     def propose(self, state: TextRows) -> Candidates:
         """Plant the windows, and the guesses beside them."""
@@ -138,7 +142,7 @@ class LookaheadDrafter(TextDrafter):
             row.last, row.reads = [], bool(places) and -1 not in places
             if row.reads:
                 self._advance(row, [said[place] for place in places])
-            self._extend(row, new_tokens)
+            row.extend(new_tokens)
         return state
 
     def _plant(self, row: LookaheadRow) -> list[Node]:
@@ -177,10 +181,3 @@ class LookaheadDrafter(TextDrafter):
             row.pool.add(first, tuple(rest))
         # row 1 becomes row 0, and its first column the next root's
         row.window = [levels[0][1:], *levels[1:]]
-
-    def _extend(self, row: LookaheadRow, new_tokens: Sequence[int]) -> None:
-        for token in new_tokens:
-            row.text.append(token)
-            if len(row.text) == self.ngram:
-                first, *rest = row.text
-                row.pool.add(first, tuple(rest))
