@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from specheads.attention.tree import RowTrees, Tree
 from specheads.drafters import growing
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.growing import Grown, Nodes, best_guesses, on_host
+from specheads.drafters.growing import Grown, Nodes, OneTree, best_guesses, on_host, pack
 from specheads.models.base import Embed, input_device
 from specheads.models.forward import pad_rows
 from specheads.models.head_cache import rows_at
@@ -260,13 +260,16 @@ class HeadsDrafter:
         if self.num_nodes == 1:
             return Candidates(root[:, None], Tree.chain(0).to(root.device))
         if isinstance(self.shape, Tree):
-            tree: Tree | RowTrees = self.shape
-            guesses = self._fill(state)
+            guesses = self._fill(state).to(root.device)
+            return Candidates(torch.cat([root[:, None], guesses], dim=1), self.shape)
+        if on_host(self.device):
+            return pack(self._grow_on_host(state), root.device)
+        if self.heads.sequential:
+            parents, tokens, _ = self.grow(self._walk(state), state.draws)
         else:
-            late = self.heads.sequential and not self.linked
-            grow = self._grow if late else self._grow_at_once
-            tree, guesses = grow(state)
-        return Candidates(torch.cat([root[:, None], guesses.to(root.device)], dim=1), tree)
+            parents, tokens, _ = self._best_trees(root.to(self.device), self._alike(state))
+        tree = RowTrees.from_parents(parents.to(root.device), self.max_depth)
+        return Candidates(tokens.to(root.device), tree)
 
     def observe(self, state: HeadsState, result: StepResult) -> HeadsState:
         """Move to the last accepted node."""
@@ -340,18 +343,27 @@ class HeadsDrafter:
                 walk.descend(level.with_children(tokens), level.parents)
         return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
-    def _grow_at_once(self, state: HeadsState) -> tuple[RowTrees, Tensor]:
-        """Grow trees of heads whose guesses are known before; return them and the guesses."""
-        found = self._linked(self._walk(state), state.draws) if self.linked else self._alike(state)
-        tokens, log_probs, places = found
-        if on_host(tokens.device):
-            rows = zip(_by_row(log_probs), _by_row(places) or repeat(()), strict=False)
-            grown = [growing.best_tree_on_host(row, self.num_nodes, own) for row, own in rows]
-            tree = RowTrees.from_lists([parents for parents, _ in grown], self.max_depth)
-            return tree, tokens.gather(1, torch.tensor([slots for _, slots in grown]))
-        above, slots, _ = growing.best_trees(_levels(log_probs), self.num_nodes, _levels(places))
-        tree = RowTrees.from_parents(above.to(state.root.device), self.max_depth)
-        return tree, tokens.gather(1, slots)
+    def _grow_on_host(self, state: HeadsState) -> list[OneTree]:
+        """Grow every row's tree in Python."""
+        roots, walk = state.root.tolist(), self._walk(state) if self.heads.sequential else None
+        if walk is None or self.linked:  # all guesses are known before
+            found = self._linked(walk, state.draws) if walk else self._alike(state)
+            log_probs, places = map(_by_row, found[1:])
+            trees = []
+            rows = zip(roots, found[0].tolist(), log_probs, places or repeat(()), strict=False)
+            for root, tokens, of_row, own in rows:
+                parents, slots = growing.best_tree_on_host(of_row, self.num_nodes, own)
+                trees.append(([root, *(tokens[slot] for slot in slots)], parents))
+            return trees
+
+        def ask(nodes: Nodes | None) -> tuple[Tensor, Tensor]:
+            if nodes is not None:
+                table = torch.tensor(nodes)
+                walk.descend(table[..., 1], table[..., 0])
+            return self._guesses(walk, state.draws)
+
+        limits = [self.max_depth] * len(roots)
+        return growing.grow_on_host(ask, roots, limits, self.num_nodes, self.width)
 
     def _alike(self, state: HeadsState) -> Guesses:
         """Return the guesses of parallel heads."""
@@ -365,25 +377,6 @@ class HeadsDrafter:
         """Return the logits [D, B, 1, V'] of parallel heads."""
         logits: Tensor = state.predict(self.read(state))[: self.max_depth, :, None]
         return logits
-
-    def _grow(self, state: HeadsState) -> tuple[RowTrees, Tensor]:
-        """Grow trees of sequential heads; return them and the guesses [B, N - 1]."""
-        walk, roots = self._walk(state), state.root
-        if not on_host(self.device):
-            above, guesses, _ = self.grow(walk, state.draws)
-            tree = RowTrees.from_parents(above.to(roots.device), self.max_depth)
-            return tree, guesses[:, 1:]
-
-        def ask(nodes: Nodes | None) -> tuple[Tensor, Tensor]:
-            if nodes is not None:
-                table = torch.tensor(nodes)
-                walk.descend(table[..., 1], table[..., 0])
-            return self._guesses(walk, state.draws)
-
-        limits = [self.max_depth] * len(roots)
-        rows = growing.grow_on_host(ask, roots.tolist(), limits, self.num_nodes, self.width)
-        tree = RowTrees.from_lists([parents for _, parents in rows], self.max_depth)
-        return tree, torch.tensor([tokens[1:] for tokens, _ in rows])
 
     @torch.no_grad()
     def grow(self, walk: Walk, draws: Draws | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -406,10 +399,13 @@ class HeadsDrafter:
         roots = walk.tokens[:, 0]
         if not self.linked:
             return growing.grow(ask, roots, self.num_nodes, self.max_depth, self.width)
-        tokens, log_probs, places = self._linked(walk, followed)
-        parents, slots, values = growing.best_trees(
-            _levels(log_probs), self.num_nodes, _levels(places)
-        )
+        return self._best_trees(roots, self._linked(walk, followed))
+
+    def _best_trees(self, roots: Tensor, found: Guesses) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what :meth:`grow` does, of heads whose guesses are all known before."""
+        tokens, *known = found
+        log_probs, places = map(_levels, known)
+        parents, slots, values = growing.best_trees(log_probs, self.num_nodes, places)
         return parents, torch.cat([roots[:, None], tokens.gather(1, slots)], dim=1), values
 
     def _fill_linked(self, tokens: Tensor, places: Stacks) -> Tensor:
