@@ -175,8 +175,7 @@ class RowTrees:
 
     def select(self, rows: Tensor) -> RowTrees:
         """Return the trees of the rows ``rows`` [R] (long)."""
-        each = (self.parents, self.depths, self.tree_mask, self.ancestors)
-        return RowTrees(*(tensor[rows] for tensor in each), self.max_depth)
+        return RowTrees.from_parents(self.parents[rows], self.max_depth)
 
 
 @lru_cache(maxsize=1024)
