@@ -110,6 +110,13 @@ class TreeLayer(DynamicLayer):
         self.buffers = keys, values
         self.show(keys.shape[2])
 
+    def join(self, other: TreeLayer) -> None:
+        """Put the rows of ``other``, whose pass has been, behind those here."""
+        size = max(self.capacity, other.capacity)
+        both = zip(self.buffers, other.buffers, strict=True)
+        padded = ([F.pad(each, (0, 0, 0, size - each.shape[2])) for each in pair] for pair in both)
+        self.buffers = tuple(map(torch.cat, padded))
+
     def show(self, num_slots: int) -> None:
         """Let ``keys`` and ``values`` be the first slots of the buffers."""
         keys, values = self.buffers
@@ -384,11 +391,10 @@ class TreeCache(Cache):
         self._make_room(stop, end)
         layers = zip(self._live_layers(), other._live_layers(), strict=True)
         for number, (layer, more) in enumerate(layers):
-            if self._pool is not None:
-                layer.buffers = tuple(self._pool[number, :, :stop])
-            else:  # layers that differ have buffers of their own
-                grown = (0, 0, 0, max(0, end - layer.capacity), 0, 0, 0, stop - start)
-                layer.buffers = tuple(F.pad(each, grown) for each in layer.buffers)
+            if self._pool is None:  # layers that differ have buffers of their own
+                layer.join(more)
+                continue
+            layer.buffers = tuple(self._pool[number, :, :stop])
             for mine, theirs in zip(layer.buffers, more.buffers, strict=True):
                 mine[start:, :, :end] = theirs[:, :, :end]
                 mine[start:, :, end:] = 0  # what a row left here that had it before

@@ -303,20 +303,20 @@ def attend_invariant(
         by_token, key, value, *layout, strict=True
     ):
         num_own = len(mask) // num_tokens
-        picked = (
+        k, v = (
             each.index_select(1, slots).unflatten(1, (-1, size)).transpose(0, 1)
             for each in (keys, values)
         )
-        own = _attend_alike(asked.repeat_interleave(num_own, 0), *picked, mask, scale)
+        own = _attend_alike(asked.repeat_interleave(num_own, 0), k, v, mask, scale)
         # [M, N, H, G, ...]
         parts, sums = (each.unflatten(0, (num_tokens, num_own)).transpose(0, 1) for each in own)
         if num_whole:
-            shared = (
+            k, v = (
                 each[:, : num_whole * size].unflatten(1, (num_whole, size)).transpose(0, 1)
                 for each in (keys, values)
             )
             every = asked.transpose(0, 1).flatten(1, 2).expand(num_whole, -1, -1, -1)
-            found = _attend_alike(every, *shared, None, scale)  # [W, H, N * G, ...]
+            found = _attend_alike(every, k, v, None, scale)  # [W, H, N * G, ...]
             before = (each.unflatten(2, (num_tokens, -1)).transpose(1, 2) for each in found)
             parts, sums = map(torch.cat, zip(before, (parts, sums), strict=True))
         weights = sums.double().softmax(0)[..., None]

@@ -349,7 +349,7 @@ class HeadsDrafter:
         if walk is None or self.linked:  # all guesses are known before
             found = self._linked(walk, state.draws) if walk else self._alike(state)
             log_probs, places = map(_by_row, found[1:])
-            trees = []
+            trees: list[OneTree] = []
             rows = zip(roots, found[0].tolist(), log_probs, places or repeat(()), strict=False)
             for root, tokens, of_row, own in rows:
                 parents, slots = growing.best_tree_on_host(of_row, self.num_nodes, own)

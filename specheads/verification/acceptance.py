@@ -359,12 +359,12 @@ def tilted(base_probs: Tensor, guesses: Tensor, bound: float, measure: str) -> T
     one_of("measure", measure, "tv", "kl")
     if bound == 0:
         return base_probs
-    if guesses.dtype == torch.bool:  # only whether a token is among them counts: a coin is tossed
+    if guesses.dtype == torch.bool:
         inside = torch.where(guesses, base_probs, 0).sum(-1, keepdim=True).clamp(max=1)
-        coin = torch.cat([inside, 1 - inside], dim=-1)
-        wanted = torch.tensor([1.0, 0.0]).to(coin).expand_as(coin)
-        factors = (tilted(coin, wanted, bound, measure) / coin).nan_to_num(0)
-        return base_probs * torch.where(guesses, factors[..., :1], factors[..., 1:])
+        more = (inside + bound).clamp(max=1) if measure == "tv" else _coin(inside, bound)
+        more = torch.where(inside > 0, more, 0)
+        factor = torch.where(guesses, more / inside, (1 - more) / (1 - inside))
+        return base_probs * factor.nan_to_num(0)
     if measure == "kl":
         return _clamped(base_probs, guesses, bound)
     gain = torch.where(base_probs > 0, guesses - base_probs, 0).clamp(min=0)
@@ -374,7 +374,27 @@ def tilted(base_probs: Tensor, guesses: Tensor, bound: float, measure: str) -> T
     return base_probs + (moved / gained).nan_to_num(0) * gain - (moved / lost).nan_to_num(0) * loss
 
 
-_HALVINGS = 60  # of an interval: to the last bit
+def _largest(low: Tensor, high: Tensor, allowed: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the largest numbers between ``low`` and ``high``, the former of which are allowed."""
+    for _ in range(60):  # halved to the last bit
+        middle = (low + high) / 2
+        within = allowed(middle)
+        low, high = torch.where(within, middle, low), torch.where(within, high, middle)
+    return low
+
+
+def _coin(probability: Tensor, bound: float) -> Tensor:
+    """Return the largest a with KL(a || p) of two coins at most ``bound``, [...]."""
+    p = probability.double()
+
+    def within(a: Tensor) -> Tensor:
+        distance = torch.special.xlogy(a, a / p)
+        distance = distance + torch.special.xlogy(1 - a, (1 - a) / (1 - p))
+        return distance.nan_to_num(0) <= bound
+
+    # all of it, where that is within the bound
+    found = torch.where(-p.log() <= bound, 1.0, _largest(p, torch.ones_like(p), within))
+    return found.to(probability)
 
 
 def _clamped(base_probs: Tensor, draft_probs: Tensor, bound: float) -> Tensor:
@@ -409,11 +429,7 @@ def _clamped(base_probs: Tensor, draft_probs: Tensor, bound: float) -> Tensor:
 
     low, high = torch.zeros_like(r[..., :1]), r[..., -1:].clamp(min=1).log()
     low = torch.where(at(high.exp())[1] <= bound, high, low)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        within = at(middle.exp())[1] <= bound
-        low, high = torch.where(within, middle, low), torch.where(within, high, middle)
-    highest = low.exp()
+    highest = _largest(low, high, lambda log: at(log.exp())[1] <= bound).exp()
     clamped = p * torch.minimum(torch.maximum(ratio, at(highest)[0]), highest)
     return (clamped / clamped.sum(-1, keepdim=True)).to(base_probs)
 

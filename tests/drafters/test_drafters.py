@@ -152,6 +152,7 @@ def test_heads_continue_from_the_last_accepted_node() -> None:
         path=torch.tensor([[0, 1, -1, -1], [0, 1, 2, -1]]),
         num_accepted=torch.tensor([1, 2]),
         next_root=torch.tensor([5, 6]),
+        new_tokens=[[1, 5], [2, 3, 6]],
     )
     state = drafter.observe(state, result)
     assert state.root.tolist() == [5, 6]

@@ -191,11 +191,11 @@ def test_a_looser_coin_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None
     """Prevents vacuous bounds: the expansion that others use is beyond this one, and is seen."""
     from specheads.verification import acceptance
 
-    def expanded(coin: Tensor, _: Tensor, bound: float) -> Tensor:
-        more = (2 * bound * coin.prod(-1)).sqrt()
-        return (coin + torch.stack([more, -more], dim=-1)).clamp(0, 1)
+    def expanded(probability: Tensor, bound: float) -> Tensor:
+        more = (2 * bound * probability * (1 - probability)).sqrt()
+        return (probability + more).clamp(max=1)
 
-    monkeypatch.setattr(acceptance, "_clamped", expanded)
+    monkeypatch.setattr(acceptance, "_coin", expanded)
     bound = 0.05
     base = torch.tensor([0.9, 0.06, 0.04], dtype=torch.float64)
     found = tilted(base, torch.tensor([True, False, False]), bound, "kl")
