@@ -221,23 +221,18 @@ def grow_tree(hit_rates: Sequence[Sequence[float]], num_nodes: int) -> tuple[Tre
         raise ValueError(f"num_nodes must be at least 1, got {num_nodes}")
     if any(not 0 <= rate <= 1 for rates in hit_rates for rate in rates):
         raise ValueError("hit_rates must lie in [0, 1]")
-    choices: list[Choice] = []
-    expected = 1.0
-    frontier: list[tuple[float, int, Choice]] = []
-
-    def offer_children(value: float, node: Choice) -> None:
-        if len(node) < len(hit_rates):
-            for rank, rate in enumerate(hit_rates[len(node)]):
-                if rate > 0:  # all ranks at once: noisy rates need not fall with the rank
-                    heapq.heappush(frontier, (-value * rate, len(node) + 1, (*node, rank)))
-
-    offer_children(1.0, ())
-    while frontier and len(choices) + 1 < num_nodes:
-        negative, _, node = heapq.heappop(frontier)
-        choices.append(node)
+    nodes: list[Choice] = []
+    expected = 0.0
+    frontier: list[tuple[float, int, Choice]] = [(-1.0, 0, ())]
+    while frontier and len(nodes) < num_nodes:
+        negative, depth, node = heapq.heappop(frontier)
+        nodes.append(node)
         expected -= negative
-        offer_children(-negative, node)
-    return Tree.from_choices(choices), expected
+        # all ranks at once: noisy rates need not fall with the rank
+        for rank, rate in enumerate(hit_rates[depth] if depth < len(hit_rates) else ()):
+            if rate > 0:
+                heapq.heappush(frontier, (negative * rate, depth + 1, (*node, rank)))
+    return Tree.from_choices(nodes[1:]), expected
 
 
 def default_tree(num_heads: int, num_nodes: int) -> Tree:

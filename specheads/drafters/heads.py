@@ -536,26 +536,22 @@ class Level:
 
 def levels_of(tree: Tree, sequential: bool, device: torch.device) -> list[Level]:
     """Return the levels of a tree, from depth 1 on; of parallel heads all of them as one."""
+    tree = tree.to("cpu")
     if not sequential:
         num_ranks = tree.max_rank + 1
         every = ((tree.depths - 1) * num_ranks + tree.ranks)[1:]
         return [Level(num_ranks, every.to(device), None, None)]
 
-    def index(places: list[int], num_all: int) -> Tensor | None:
-        if places == [*range(num_all)]:
-            return None
-        return torch.tensor(places, dtype=torch.long, device=device)
+    def index(places: Tensor, num_all: int) -> Tensor | None:
+        return None if places.equal(torch.arange(num_all)) else places.to(device)
 
-    above: list[tuple[int, ...]] = [()]
-    levels, parents_of = [], {choice[:-1] for choice in tree.choices}
+    levels, above = [], torch.tensor([0])  # the inner nodes of the level above
     for depth in range(1, tree.max_depth + 1):
-        nodes = [choice for choice in tree.choices if len(choice) == depth]
-        num_ranks = 1 + max(node[-1] for node in nodes)
-        places = [above.index(node[:-1]) for node in nodes]
-        slots = [place * num_ranks + node[-1] for place, node in zip(places, nodes, strict=True)]
-        inner = [i for i, node in enumerate(nodes) if node in parents_of]
-        parents = index([places[i] for i in inner], len(above))
-        at = torch.tensor(slots, device=device)
-        levels.append(Level(num_ranks, at, index(inner, len(nodes)), parents))
-        above = [nodes[i] for i in inner]
+        nodes = (tree.depths == depth).nonzero()[:, 0]
+        places, ranks = torch.searchsorted(above, tree.parents[nodes]), tree.ranks[nodes]
+        num_ranks = int(ranks.max()) + 1
+        inner = torch.isin(nodes, tree.parents).nonzero()[:, 0]
+        slots, parents = places * num_ranks + ranks, index(places[inner], len(above))
+        levels.append(Level(num_ranks, slots.to(device), index(inner, len(nodes)), parents))
+        above = nodes[inner]
     return levels
