@@ -383,8 +383,9 @@ def pack(
         num_nodes: pad to at least so many, where steps of one size are wanted.
     """
     width = max(num_nodes, *(len(parents) for _, parents in rows))
-    # the mask of a chain is prepared once for all steps
-    if all(parent == node - 1 for _, row in rows for node, parent in enumerate(row)):
+    chained = (parent == node - 1 for _, row in rows for node, parent in enumerate(row))
+    # the mask of a chain is prepared once for all steps; what is only read branches sooner or later
+    if inputs is None and all(chained):
         tree: Tree | RowTrees = Tree.chain(width - 1).to(device)
     else:
         # padding stands beside the last node, so that nodes stay sorted by depth

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from specheads.attention.tree import RowTrees, Tree
 from specheads.drafters import growing
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.growing import Grown, Nodes, OneTree, best_guesses, on_host, pack
+from specheads.drafters.growing import Grown, Nodes, OneTree, best_guesses, on_host
 from specheads.models.base import Embed, input_device
 from specheads.models.forward import pad_rows
 from specheads.models.head_cache import rows_at
@@ -263,7 +263,9 @@ class HeadsDrafter:
             guesses = self._fill(state).to(root.device)
             return Candidates(torch.cat([root[:, None], guesses], dim=1), self.shape)
         if on_host(self.device):
-            return pack(self._grow_on_host(state), root.device)
+            rows = self._grow_on_host(state)
+            tree = RowTrees.from_lists([parents for _, parents in rows], self.max_depth)
+            return Candidates(torch.tensor([tokens for tokens, _ in rows]).to(root.device), tree)
         if self.heads.sequential:
             parents, tokens, _ = self.grow(self._walk(state), state.draws)
         else:
