@@ -160,10 +160,6 @@ Stacks = Sequence[Tensor]
 Guesses = tuple[Tensor, Stacks, Stacks]
 
 
-def _levels(stacks: Stacks) -> list[Tensor]:
-    return [level for stack in stacks for level in stack]
-
-
 def _by_row(stacks: Stacks) -> list[list[Any]]:
     """Return the stacks as [B][levels][n][R]."""
     each = [stack.transpose(0, 1).tolist() for stack in stacks]
@@ -406,7 +402,7 @@ class HeadsDrafter:
     def _best_trees(self, roots: Tensor, found: Guesses) -> tuple[Tensor, Tensor, Tensor]:
         """Return what :meth:`grow` does, of heads whose guesses are all known before."""
         tokens, *known = found
-        log_probs, places = map(_levels, known)
+        log_probs, places = ([level for stack in stacks for level in stack] for stacks in known)
         parents, slots, values = growing.best_trees(log_probs, self.num_nodes, places)
         return parents, torch.cat([roots[:, None], tokens.gather(1, slots)], dim=1), values
 
