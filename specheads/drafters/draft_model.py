@@ -32,6 +32,9 @@ from specheads.models.support import tree_support
 from specheads.system.errors import one_of
 from specheads.verification.sampling import draft_noise
 
+# tokens that are read as a tree that happens to be a chain, whose mask need not be built anew
+MAX_CHAIN = 32
+
 
 class DraftCache:
     """The rows' texts in a draft model, and how the base model's tokens are drawn.
@@ -130,7 +133,14 @@ class DraftCache:
         unread = [text[n:] for text, n in zip(self.texts, self.lengths, strict=True)]
         counts = [len(tokens) for tokens in unread]
         tokens = pad_rows(unread, self.forward.device).clamp_(max=self._num_embeddings - 1)
-        return self.forward.read(tokens, counts)
+        width, cache = tokens.shape[1], self.forward.cache
+        plain = width == 1 or width > MAX_CHAIN or self.forward.reaches_threshold(width)
+        if plain or not cache.lengths:
+            return self.forward.read(tokens, counts)
+        logits = self.forward.verify(tokens, Tree.chain(width - 1))
+        cache.extend(counts)
+        rows = torch.arange(len(counts), device=logits.device)
+        return logits[rows, torch.tensor(counts, device=logits.device) - 1]
 
     @torch.inference_mode()
     def read(self, tokens: Tensor, going: Sequence[bool]) -> Tensor:
