@@ -154,11 +154,12 @@ def accept(
     Returns:
         The result, and the logits [B, N, V] after processors.
     """
+    divergence = None
     if acceptance.walks(candidates, greedy=chooser.sampler.temperature == 0):
-        found, divergence = _walk_down(candidates, logits, chooser, rows), None
+        base_tokens, processed, followed = _walk_down(candidates, logits, chooser, rows)
     else:
-        *found, divergence = _apply_rule(candidates, logits, chooser, rows, acceptance)
-    base_tokens, processed, followed = found
+        found = _apply_rule(candidates, logits, chooser, rows, acceptance)
+        base_tokens, processed, followed, divergence = found
     tree, tokens, own = candidates.tree, candidates.tokens, candidates.own
     result = StepResult(tree, tokens, base_tokens, hidden, *followed, own, divergence)
     return result, processed

@@ -12,10 +12,9 @@ the cut are closer than that, the other one may be kept.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -75,7 +74,7 @@ class Beams(GenerationMixin):
         # of the last pass: its trees, None where prompts were read; hidden states; logits
         # [rows, nodes, V], and where in them those after each text are
         self._candidates: Candidates | None = None
-        self._hidden: Mapping[str, Tensor] = {}
+        self._hidden: Callable[[], dict[str, Tensor]] = dict
         self._logits = torch.empty(0)
         self._scored: dict[_Text, tuple[int, int]] = {}
 
@@ -88,9 +87,10 @@ class Beams(GenerationMixin):
         """
         config, num_prompt = copy.copy(self._options), self._ids.shape[1]
         config.return_dict_in_generate = True
-        found: Any = self._beam_search(
-            self._ids, logits_processor, stopping_criteria, config, use_cache=False
-        )
+        asked = self._ids, logits_processor, stopping_criteria, config
+        search = cast(Any, super())._beam_search  # typed for models, in whose place this stands
+        with tapped(self._base, self._drafter.taps if self._drafter else ()) as self._hidden:
+            found = search(*asked, use_cache=False)
         rows = []
         for tokens, beams in zip(found.sequences.tolist(), found.beam_indices, strict=True):
             new = tokens[num_prompt : num_prompt + int((beams >= 0).sum())]
@@ -104,11 +104,13 @@ class Beams(GenerationMixin):
             sequences_scores=self.beam_scores[:, : config.num_return_sequences].flatten(),
         )
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **_: Any) -> dict[str, Tensor]:
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self, input_ids: Tensor, **_: Any
+    ) -> dict[str, Tensor]:
         """Take the texts whole, [B * W, T]."""
         return {"input_ids": input_ids}
 
-    def _update_finished_beams(self, **kwargs: Any) -> Any:
+    def _update_finished_beams(self, **kwargs: Any) -> Any:  # type: ignore[override]
         found = super()._update_finished_beams(**kwargs)
         self.beam_scores = found[1]  # which it returns only with all scores of all steps
         return found
@@ -126,42 +128,25 @@ class Beams(GenerationMixin):
         rows, nodes = zip(*map(self._scored.__getitem__, texts), strict=True)
         return CausalLMOutput(logits=self._logits[list(rows), list(nodes)][:, None])
 
-    @contextlib.contextmanager
-    def _tapped(self) -> Iterator[None]:
-        """Keep the hidden states of a pass for the drafter."""
-        taps = self._drafter.taps if self._drafter else ()
-        with tapped(self._base, taps) as hidden:
-            yield
-            self._hidden = hidden()
-
     def _read(self) -> None:
         """Read the prompts."""
         tokens, counts = pad_rows(self._prompts, self.device), list(map(len, self._prompts))
-        with self._tapped():
-            self._logits = self._base.read(tokens, counts)[:, None]
+        self._logits = self._base.read(tokens, counts)[:, None]
         self._scored = {(number, ()): (number, 0) for number in range(len(counts))}
 
     def _verify(self, texts: Sequence[_Text]) -> None:
         """Score texts that are one token longer than some that were, and guesses behind them."""
-        base, budgets = self._base, [self._limit - len(new) for _, new in texts]
         roots = torch.tensor([new[-1] for _, new in texts], device=self.device)
         self._follow(texts, roots)
         candidates = Candidates(roots[:, None], Tree.chain(0).to(self.device))
         if self._drafter is not None:
-            candidates = propose(
-                self._drafter,
-                self._state,
-                base.within(budgets),
-                chain_only=base.chain_only,
-                trim=not base.compiled,
-                num_slots=base.num_slots,
-            )
+            budgets = [self._limit - len(new) for _, new in texts]
+            candidates = propose(self._drafter, self._state, self._base, budgets)
         if not candidates.tokens[:, 0].equal(roots):
             raise ValueError(
                 "the drafter's rows share what should be each one's own, see its select"
             )
-        with self._tapped():
-            self._logits = base.verify(candidates.inputs, candidates.tree)
+        self._logits = self._base.verify(candidates.inputs, candidates.tree)
         self.num_steps += 1
         self._candidates, self._scored = candidates, {}
         parents = batched(candidates.tree, candidates.tree.parents).expand_as(candidates.tokens)
@@ -178,7 +163,7 @@ class Beams(GenerationMixin):
         """Let cache and drafter hold the parents of ``texts``, a row for each."""
         places = [self._scored[prompt, new[:-1]] for prompt, new in texts]
         rows, nodes = torch.tensor(places).T
-        hidden = {tap: states[rows] for tap, states in self._hidden.items()}
+        hidden = {tap: states[rows] for tap, states in self._hidden().items()}
         cache, drafter, before = self._base.cache, self._drafter, self._candidates
         if before is None:
             cache.select(rows)

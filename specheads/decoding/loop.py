@@ -255,14 +255,8 @@ class Batch:
             output.emit(numbers, [[token] for token in chosen])
             return None
         anew = base.starts_over()
-        candidates = propose(
-            self.drafter,
-            self.state,
-            [1] if anew else base.within([output.budget(row) for row in numbers]),
-            chain_only=base.chain_only or anew,
-            trim=anew or not base.compiled,
-            num_slots=base.num_slots,
-        )
+        budgets = [output.budget(row) for row in numbers]
+        candidates = propose(self.drafter, self.state, base, budgets, alone=anew)
         rows = output.at(numbers)
         if anew:  # the root alone, the text's last token
             logits = base.read_anew(rows.texts[0])[:, None]
@@ -323,23 +317,18 @@ def tapped(base: ModelPass, taps: Collection[str]) -> Iterator[Callable[[], dict
 
 
 def propose(
-    drafter: Drafter,
-    state: object,
-    budgets: Sequence[int],
-    *,
-    chain_only: bool = False,
-    trim: bool = True,
-    num_slots: int | None = None,
+    drafter: Drafter, state: Any, base: ModelPass, budgets: Sequence[int], *, alone: bool = False
 ) -> Candidates:
-    """Ask for guesses; forbid those that would run past a row's limit.
+    """Ask for guesses; forbid those that would run past a row's limit, or what a pass may hold.
+
+    Compiled passes keep the tree's shape; others leave out levels that no row may reach.
 
     Args:
         drafter: proposes.
         state: its state.
+        base: the base model's passes.
         budgets: per row the tokens it may still get, of which a step gives one beside the guesses.
-        chain_only: keep first children only.
-        trim: make the tree smaller where the limit allows; False keeps its shape.
-        num_slots: nodes from this one on are forbidden, and all that are as deep; None: no limit.
+        alone: leave out all guesses.
 
     Raises:
         ValueError: for sampled candidates of a drafter that says it is deterministic.
@@ -349,13 +338,14 @@ def propose(
         raise ValueError(
             f"the drafter is deterministic, but its candidates are sampled: {candidates.sampling}"
         )
-    if chain_only:
+    if base.chain_only or alone:
         candidates = first_chain(candidates)
     tree, tokens, probes = candidates.tree, candidates.tokens, candidates.probes
+    budgets, num_slots = [1] if alone else base.within(budgets), base.num_slots
     if num_slots is not None and num_slots < tree.num_nodes:
         deepest = int(batched(tree, tree.depths)[:, num_slots].min()) - 1
         budgets = [min(budget, max(deepest, 0) + 1) for budget in budgets]
-    if trim and isinstance(tree, Tree):
+    if isinstance(tree, Tree) and (alone or not base.compiled):
         tree = tree.trim(max(max(budgets) - 1, 0))
         tokens = tokens[:, : tree.num_nodes]
         probes = None if probes is None else probes[:, : tree.num_nodes]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -168,16 +170,24 @@ class Fixed:
         return self.candidates
 
 
+@torch.no_grad()
 def test_limits_forbid_guesses_and_leave_probes() -> None:
     """Prevents a probe misread because its row is near the limit while another is not."""
     read = torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)
     drafter = Fixed(Candidates(read.masked_fill(PROBED, -1), TREE, probes=read))
-    found = propose(drafter, None, [2, 9])  # type: ignore[arg-type]
+
+    def base(*, compiled: bool = False) -> ModelPass:
+        made = ModelPass(build("llama"), TreeCache(), compiled=compiled)
+        made.read(torch.tensor([[7, 8]] * 2), [2, 2])
+        return made
+
+    asked: Any = drafter, None, base()
+    found = propose(*asked, [2, 9])
     assert found.tokens.tolist() == [[1, -1, 3, -1, -1, -1], [1, -1, 3, -1, 5, -1]]
     assert found.inputs.equal(read) and found.own is None
-    found = propose(drafter, None, [2, 2])  # type: ignore[arg-type]
+    found = propose(*asked, [2, 2])
     assert found.inputs.tolist() == [[1, 2, 3]] * 2
-    kept = propose(drafter, None, [2, 2], trim=False)  # type: ignore[arg-type]
+    kept = propose(*asked[:2], base(compiled=True), [2, 2])
     assert kept.inputs.equal(read) and kept.tree == TREE
 
 
