@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,8 +27,9 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation import logits_process as theirs
 from transformers.generation import stopping_criteria
 
-from specheads.attention.tree import RowTrees, Tree, batched
+from specheads.attention.tree import Tree, batched
 from specheads.drafters.contract import Candidates
+from specheads.models.forward import pad_rows
 from specheads.verification.sampling import Sampler, Survivors
 
 # they look at the logits alone: one call serves all nodes of all rows
@@ -179,20 +179,26 @@ class RowProcessors:
             raise ValueError("at_nodes needs stateless processors: ask along the accepted path")
         if not self.rows[0]:
             return logits, self._finish(logits)
-        tokens = candidates.inputs.clamp(min=0).to(logits.device)
-        lines = batched(tree, tree.ancestors).to(logits.device).expand(len(rows.numbers), -1, -1)
+        device, num_rows = logits.device, len(rows.numbers)
+        tokens, texts = candidates.inputs.clamp(min=0).to(device), pad_rows(rows.texts, device)
+        lines = batched(tree, tree.ancestors).to(device).expand(num_rows, -1, -1)
         scores = logits.float().clone()
-        levels = _levels(tree, len(rows.numbers))
-        for members, ids in self._alike(rows, levels):
-            for depth, start, end in levels[members[0]]:
-                path = lines[members, start:end, 1 : depth + 1]  # [r, n, depth]
-                guessed = tokens[members].gather(1, path.flatten(1)).view_as(path)
-                before = ids.to(logits.device)[:, None].expand(-1, end - start, -1)
-                prefix = torch.cat([before, guessed], dim=-1).flatten(0, 1)
-                block = scores[members, start:end]
-                looking: Any = self.rows[rows.numbers[members[0]]]  # at the text
-                processed = looking(prefix, block.flatten(0, 1))
-                scores[members, start:end] = processed.view_as(block).to(scores)
+        if isinstance(tree, Tree):  # known without asking the device
+            depths = [[0, *map(len, tree.choices)]] * num_rows
+        else:
+            depths = tree.depths.tolist()
+        # nodes that can be processed in one call: those of one depth behind texts of one length
+        groups: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        for i, (row, text) in enumerate(zip(rows.numbers, rows.texts, strict=True)):
+            alike = id(self.rows[row]) if self.stateless else i
+            for node, depth in enumerate(depths[i]):
+                groups.setdefault((alike, len(text), depth), []).append((i, node))
+        for (_, length, depth), members in groups.items():
+            each, nodes = torch.tensor(members, device=device).T
+            guessed = tokens[each].gather(1, lines[each, nodes, 1 : depth + 1])  # [n, depth]
+            looking: Any = self.rows[rows.numbers[members[0][0]]]  # at the text
+            prefix = torch.cat([texts[each, :length], guessed], dim=1)
+            scores[each, nodes] = looking(prefix, scores[each, nodes]).to(scores)
         return scores, self._finish(scores)
 
     def _finish(self, scores: Tensor) -> Tensor:
@@ -204,28 +210,6 @@ class RowProcessors:
         flat = scores.flatten(0, -2)
         unused = torch.zeros(flat.shape[0], 1, dtype=torch.long, device=flat.device)
         return cast(Tensor, processor(unused, flat.float())).view_as(scores)
-
-    def _alike(self, rows: Rows, levels: Sequence[Hashable]) -> Iterator[tuple[list[int], Tensor]]:
-        """Group texts that can be processed in one call; give their indices and ids [r, T]."""
-        groups: dict[Hashable, list[int]] = {}
-        each = zip(rows.numbers, rows.texts, levels, strict=True)
-        for index, (row, text, of_tree) in enumerate(each):
-            alike = (id(self.rows[row]), len(text), of_tree)
-            groups.setdefault(alike if self.stateless else index, []).append(index)
-        for members in groups.values():
-            yield members, torch.tensor([list(rows.texts[i]) for i in members])
-
-
-def _levels(tree: Tree | RowTrees, num_rows: int) -> list[tuple[tuple[int, int, int], ...]]:
-    """Per row and level (depth, first node, node after the last); nodes are sorted by depth."""
-    if isinstance(tree, Tree):  # known without asking the device
-        return [_runs([0, *map(len, tree.choices)])] * num_rows
-    return [_runs(depths) for depths in tree.depths.tolist()]
-
-
-def _runs(depths: list[int]) -> tuple[tuple[int, int, int], ...]:
-    runs = [(depth, [*nodes]) for depth, nodes in groupby(range(len(depths)), depths.__getitem__)]
-    return tuple((depth, nodes[0], nodes[-1] + 1) for depth, nodes in runs)
 
 
 NO_PROCESSORS = RowProcessors((LogitsProcessorList(),), LogitsProcessorList())
