@@ -22,10 +22,10 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
@@ -54,6 +54,7 @@ from specheads.models.support import tree_support
 from specheads.system.errors import ConfigError, check
 from specheads.verification.sampling import Sampler
 
+Returned = Tensor | GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput
 # what generate() hands on for its own forward passes
 _OF_A_PASS = {"position_ids", "use_cache", "logits_to_keep", "attention_mask", "past_key_values"}
 
@@ -304,7 +305,7 @@ class SpecDecoder:
         stop_strings: str | list[str] | None = None,
         seed: int | None = None,
         **model_kwargs: Any,
-    ) -> Tensor | GenerateDecoderOnlyOutput:
+    ) -> Returned:
         """Serve ``model.generate(..., custom_generate=self)``.
 
         The names in this signature matter: ``generate`` hands over those that are not its own
@@ -354,15 +355,22 @@ class SpecDecoder:
         )
         if self.streamer is not None:
             self.streamer.end()
+        return self._returned(result, config)
+
+    def _returned(self, result: DecodeResult, config: GenerationConfig) -> Returned:
+        """Keep what came out, and return of it what transformers' ``generate`` does."""
         self.last_result = result
-        if not as_dict:
+        if not config.return_dict_in_generate:
             return result.sequences
-        return GenerateDecoderOnlyOutput(
-            sequences=cast(LongTensor, result.sequences),
-            scores=cast(Any, result.scores if config.output_scores else None),
-            logits=cast(Any, result.logits if config.output_logits else None),
-            past_key_values=result.cache,
-        )
+        found: dict[str, Any] = {
+            "sequences": result.sequences,
+            "scores": result.scores if config.output_scores else None,
+            "logits": result.logits if config.output_logits else None,
+            "past_key_values": result.cache,
+        }
+        if result.sequences_scores is None:
+            return GenerateDecoderOnlyOutput(**found)
+        return GenerateBeamDecoderOnlyOutput(sequences_scores=result.sequences_scores, **found)
 
     def _search(
         self,
@@ -371,7 +379,7 @@ class SpecDecoder:
         stopping_criteria: StoppingCriteriaList,
         config: GenerationConfig,
         model_kwargs: dict[str, Any],
-    ) -> Tensor | GenerateBeamDecoderOnlyOutput:
+    ) -> Returned:
         """Search with beams."""
         for name, given in (
             ("streamer", self.streamer),
@@ -383,15 +391,7 @@ class SpecDecoder:
         tree_cache(model_kwargs.get("past_key_values"), keep=False)
         mask = model_kwargs.get("attention_mask")
         beams = Beams(self.base, self.drafter, input_ids, config, mask, compiled=self.compile)
-        result = self.last_result = beams.search(logits_processor, stopping_criteria)
-        if not config.return_dict_in_generate:
-            return result.sequences
-        return GenerateBeamDecoderOnlyOutput(
-            sequences=cast(LongTensor, result.sequences),
-            sequences_scores=cast(Any, result.sequences_scores),
-            scores=cast(Any, result.scores),
-            logits=cast(Any, result.logits),
-        )
+        return self._returned(beams.search(logits_processor, stopping_criteria), config)
 
     def _sampler(self, config: GenerationConfig, seed: int | None) -> Sampler:
         # generate() has put temperature, top-k and top-p among the processors
