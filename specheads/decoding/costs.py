@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specheads.attention.tree import Tree
 from specheads.config.commands import DRAFTERS
 from specheads.decoding.loop import decode
-from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
+from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
+from specheads.drafters.growing import OneTree, TextRows
 from specheads.drafters.length import FixedLength, StepCosts
+from specheads.drafters.lookup import CopyDrafter
 from specheads.drafters.merge import HybridDrafter
 from specheads.models.base import input_device, input_embedding
 from specheads.verification.sampling import Sampler
@@ -247,35 +247,18 @@ class DraftCosts:
         }
 
 
-class Blank:
+class Blank(CopyDrafter):
     """Proposes chains of nothing: what they cost is the verify step alone."""
 
-    taps: tuple[str, ...] = ()
-    deterministic = True
+    begin = list[int]
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
 
-    def start(self, prefill: Prefill) -> Tensor:
-        """Return the roots."""
-        return prefill.root
-
-    def propose(self, state: Tensor) -> Candidates:
-        """Return the root and padding, which is read like any token and never accepted."""
-        tokens = F.pad(state[:, None], (0, self.num_tokens), value=-1)
-        return Candidates(tokens, Tree.chain(self.num_tokens).to(tokens.device))
-
-    def observe(self, state: Tensor, result: StepResult) -> Tensor:
-        """Return the new roots."""
-        return result.next_root
-
-    def select(self, state: Tensor, rows: Tensor) -> Tensor:
-        """Keep some rows."""
-        return state[rows]
-
-    def join(self, state: Tensor, other: Tensor) -> Tensor:
-        """Take the rows of both."""
-        return torch.cat([state, other])
+    def trees(self, state: TextRows) -> list[OneTree]:
+        """Return the roots and padding, which is read like any token and never accepted."""
+        chain = range(-1, self.num_tokens)
+        return [([text[-1], *[-1] * self.num_tokens], chain) for text in state.rows]
 
 
 def clocked_lengths(max_tokens: int) -> list[int]:
