@@ -37,6 +37,7 @@ from specheads.system.terminal import harmless
 
 PLAIN = "plain"  # the drafter that is none
 _MOST_CHOICES, _MOST_LOGPROBS = 16, 20
+_DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _Token = Annotated[int, Field(ge=0)]
 
 
@@ -334,6 +335,7 @@ class Server:
         events: asyncio.Queue[tuple[int, Step]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
+        drawn: dict[str, Any] = {name: getattr(asked, name) for name in _DRAWN}
         tickets: list[Ticket] = []
         for prompt in prompts:
             if not prompt:
@@ -346,7 +348,7 @@ class Server:
 
                 ticket = Ticket(
                     prompt,
-                    self._settings(asked, seed + choice),
+                    TextSettings(checkpoint="", seed=seed + choice, **drawn),
                     drafter,
                     tell,
                     min(limit, self.config.max_new_tokens),
@@ -380,17 +382,6 @@ class Server:
             whole.cancel()
             for ticket in tickets:
                 ticket.cancelled = True
-
-    def _settings(self, asked: _Asked, seed: int) -> TextSettings:
-        return TextSettings(
-            checkpoint="",
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            top_p=asked.top_p,
-            min_p=asked.min_p,
-            repetition_penalty=asked.repetition_penalty,
-            seed=seed,
-        )
 
     def _processors(self, asked: _Asked, num_prompt: int) -> list[Any]:
         found: list[Any] = []
@@ -502,25 +493,28 @@ class _Writer:
 
     async def whole(self, events: asyncio.Queue[tuple[int, Step]]) -> dict[str, Any]:
         """Return the answer at once."""
-        parts = ["" for _ in self.texts]
-        reasons: list[str] = ["" for _ in self.texts]
-        logprobs: list[Any] = [None for _ in self.texts]
+        found: list[dict[str, Any]] = [
+            {"index": i, "text": "", "finish_reason": "", "logprobs": None}
+            for i in range(len(self.texts))
+        ]
         async for number, step in self.steps(events):
-            own = self._logprobs(step, len(parts[number]))
-            if own is not None:
-                known = logprobs[number] or {}
-                joined = {key: [*known.get(key, ()), *v] if v else v for key, v in own.items()}
-                logprobs[number] = joined
-            parts[number] += self.texts[number].add(step.tokens, ended=bool(step.finish))
-            reasons[number] = step.finish
-        choices = []
-        for i, text in enumerate(parts):
-            said: dict[str, Any] = {"text": text}
-            if self.is_chat:
-                said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            more = {"finish_reason": reasons[i], "logprobs": logprobs[i]}
-            choices.append({"index": i, **said, **more})
-        return {**self.head, "choices": choices, "usage": self.usage}
+            choice, new = found[number], self._choice(number, step)
+            if (own := new["logprobs"]) is not None:
+                known = choice["logprobs"] or {}
+                joined = {key: v and [*known.get(key, ()), *v] for key, v in own.items()}
+                new["logprobs"] = joined
+            choice |= {**new, "text": choice["text"] + new["text"]}
+        for choice in found if self.is_chat else ():
+            content = {"content": choice.pop("text"), "refusal": None}
+            choice["message"] = {"role": "assistant", **content}
+        return {**self.head, "choices": found, "usage": self.usage}
+
+    def _choice(self, number: int, step: Step) -> dict[str, Any]:
+        """Return what a step adds to a choice, in the form of completions."""
+        text = self.texts[number]
+        logprobs = self._logprobs(step, text.length)
+        new, finish = text.add(step.tokens, ended=bool(step.finish)), step.finish or None
+        return {"index": number, "text": new, "finish_reason": finish, "logprobs": logprobs}
 
     async def stream(self, events: asyncio.Queue[tuple[int, Step]]) -> AsyncIterator[str]:
         """Yield the answer as server-sent events, one for each step."""
@@ -529,16 +523,13 @@ class _Writer:
         began: set[int] = set()
         try:
             async for number, step in self.steps(events):
-                own = self._logprobs(step, self.texts[number].length)
-                text = self.texts[number].add(step.tokens, ended=bool(step.finish))
-                said: dict[str, Any] = {"text": text}
+                choice = self._choice(number, step)
                 if self.is_chat:
                     role = {} if number in began else {"role": "assistant"}
-                    said = {"delta": {**role, "content": text}}
+                    choice["delta"] = {**role, "content": choice.pop("text")}
                 began.add(number)
-                choice = {"index": number, **said, "finish_reason": step.finish or None}
-                if own is not None:
-                    choice["logprobs"] = own
+                if choice["logprobs"] is None:
+                    del choice["logprobs"]
                 if self.asked.return_steps:
                     nodes = [[above, self._token(t), taken] for above, t, taken in step.tree]
                     choice["step"] = {"tokens": list(step.tokens), "tree": nodes}
