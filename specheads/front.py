@@ -268,7 +268,8 @@ class Model:
         self, ids: list[int], drawn: TextSettings, limit: int, settings: dict[str, Any]
     ) -> Iterator[Piece]:
         how = settings_of(self.decoder, drawn, ids, limit, **settings)
-        stream = Stream.of(self.decoder, how, batch_size=1)
+        decoder = self.decoder
+        stream = Stream(decoder.base, decoder.drafter, how, batch_size=1, evened=False)
         stream.add([Job.of(ids, how)])
         shown: list[str] = []
         printer, num_told = StepPrinter(self.subject.tokenizer, shown.append, color=False), 0

@@ -12,6 +12,7 @@ from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 from specheads.decoding import stream
 from specheads.decoding.choose import Chooser
+from specheads.decoding.loop import Settings
 from specheads.decoding.result import DecodeResult, Output
 from specheads.decoding.stream import Job
 from specheads.verification.sampling import Sampler
@@ -98,6 +99,6 @@ def steps_and_differing(
                 taken, waiting[:num] = waiting[:num], []
                 return taken
 
-            rows = stream.Stream(model, Sampler(1.0), batch_size=size)
+            rows = stream.Stream(model, None, Settings(sampler=Sampler(1.0)), batch_size=size)
             assert sum(len(ended) for ended in rows.run(take)) == len(jobs)
     return len(seen), differing

@@ -129,7 +129,8 @@ class Limits:
     """When rows end, and what is told and kept of them until then.
 
     Attributes:
-        max_new_tokens: limit per row; the end-of-sequence token counts.
+        max_new_tokens: limit per row; the end-of-sequence token counts. 0 where rows are given
+            limits of their own.
         eos_token_ids: tokens that end a row.
         stopping_criteria: one, or a list of them, asked after every token about one row [1, T] at
             a time, without padding. Those of unknown type are copied for every row but the first,
@@ -138,7 +139,7 @@ class Limits:
         keep_scores: keep what every token was chosen from; it costs 2 V numbers per token.
     """
 
-    max_new_tokens: int
+    max_new_tokens: int = 0
     eos_token_ids: Collection[int] = ()
     stopping_criteria: Stopping | None = None
     on_tokens: OnTokens | None = None
@@ -157,6 +158,7 @@ class Output:
         rows: per row what has been emitted.
         texts: per row its prompt and its new tokens.
         kept: per row, and token, the logits [V] and scores [V] that it was chosen from.
+        num_tokens: that all rows together were given.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class Output:
         self.ends: list[Collection[int]] = []
         self.criteria: list[list[Stopping]] = []
         self.kept: list[list[tuple[Tensor, Tensor]]] | None = [] if asked.keep_scores else None
-        self.num_calls = 0
+        self.num_calls = self.num_tokens = 0
         self._removed: list[int] = []
         for prompt in prompts:
             self.add(prompt, asked.max_new_tokens)
@@ -252,6 +254,7 @@ class Output:
             if ended or self._stops(row):
                 decoded.finished = True
                 break
+        self.num_tokens += kept
         if begun:
             decoded.accept_lengths.append(kept)
         if self.asked.on_tokens is not None:

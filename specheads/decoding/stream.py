@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
@@ -33,9 +33,6 @@ from specheads.drafters.contract import Drafter, StepResult
 from specheads.models.forward import ModelPass, rounds_by_shape, thresholds, undisturbed
 from specheads.models.support import tree_support
 from specheads.verification.sampling import Sampler
-
-if TYPE_CHECKING:
-    from specheads.decoding.generate import SpecDecoder
 
 
 @dataclass(frozen=True)
@@ -75,80 +72,51 @@ class Stream:
 
     Args:
         model: any causal language model that can decode batches; others one row at a time.
-        sampler: how tokens are drawn; its seeds are not used, each job has its own.
         drafter: proposes; None decodes one token at a time.
-        acceptance: the rule by which candidates are accepted; exact if None.
-        rest: logits processors of all jobs, behind their own; see :class:`RowProcessors`.
-        eos_token_ids: tokens that end a row.
+        how: how tokens are chosen, but for what is each job's own: seeds, limits, stopping
+            criteria, and logits processors that look at the text. With ``invariant`` prompts are
+            read whole, one by one and from their beginnings.
         batch_size: rows.
         piece: read prompts so many tokens at a time, a piece with every step of the rows that are
             there; 0 reads them when they are added. Where positions have a threshold a prompt stays
             whole.
-        keep_scores: see :class:`Limits`.
         prefixes: what earlier texts may share with prompts; None shares what those that come
             together begin with.
-        compile: see :class:`Settings`.
-        invariant: likewise; prompts are then read whole, one by one and from their beginnings.
         evened: without a drafter, let a row round alike alone and beside others, where that can be
             had; a row that is alone then takes as long as two.
-
-    Attributes:
-        num_tokens: that all rows together were given, counted on; whoever reads may set it back.
 
     Raises:
         ValueError: for several rows of a model whose masks or positions are out of reach.
     """
 
     model: PreTrainedModel
-    sampler: Sampler
+    drafter: Drafter | None
+    how: Settings
     _: KW_ONLY
-    drafter: Drafter | None = None
-    acceptance: Acceptance | None = None
-    rest: LogitsProcessorList = field(default_factory=LogitsProcessorList)
-    eos_token_ids: Collection[int] = ()
     batch_size: int = 8
     piece: int = 0
-    keep_scores: bool = False
     prefixes: Prefixes | None = None
-    compile: bool = False
-    invariant: bool = False
     evened: bool = True
-
-    @classmethod
-    def of(cls, decoder: SpecDecoder, how: Settings, **more: Any) -> Stream:
-        """Return rows that are decoded as ``how`` says, but for what is each job's own."""
-        sampler = how.sampler or Sampler()
-        return cls(
-            decoder.base,
-            replace(sampler, seed=0),
-            drafter=decoder.drafter,
-            acceptance=decoder.acceptance,
-            rest=bind(how.logits_processor, [[0]], 1).rest,
-            keep_scores=how.keep_scores,
-            compile=decoder.compile,
-            invariant=decoder.invariant,
-            evened=False,
-            **more,
-        )
 
     def __post_init__(self) -> None:
         support = tree_support(self.model)
         support.check_batch(self.batch_size)
-        self._chain_only = support.kind == "chain"
+        how, chain_only = self.how, support.kind == "chain"
+        passes = {"chain_only": chain_only, "compiled": how.compile, "invariant": how.invariant}
+        self._passes: dict[str, Any] = passes
         self._thresholds = thresholds(self.model)
         evened = self.evened and self.batch_size > 1 and self.drafter is None
         self._alike = evened and rounds_by_shape(self.model)
-        self.num_tokens = 0
         self._jobs: dict[int, Job] = {}  # by row of the output
         self._seeds: list[int] = []
         self._own: list[LogitsProcessorList] = []
-        asked = Limits(0, self.eos_token_ids, keep_scores=self.keep_scores)
+        asked = Limits(eos_token_ids=how.eos_token_ids, keep_scores=how.keep_scores)
         self.output = Output([], self.model.device, asked)
-        seeded = replace(self.sampler, seeds=self._seeds)
-        processors = RowProcessors(self._own, self.rest)
+        seeded = replace(how.sampler or Sampler(), seeds=self._seeds)
+        processors = RowProcessors(self._own, bind(how.logits_processor, [[0]], 1).rest)
         # plain decoding of one whole prompt is what all else is compared with, and replays nothing
         shares = self.batch_size > 1 or self.piece > 0 or self.prefixes is not None
-        exact = shares or self.drafter is not None or self.compile
+        exact = shares or self.drafter is not None or how.compile
         self._chooser = make_chooser(self.model, self.output, seeded, processors, exact=exact)
         self._shared: TreeCache | None = None  # of one row: what prompts begin with
         self._batch: Batch | None = None
@@ -206,19 +174,23 @@ class Stream:
     def add(self, jobs: Sequence[Job]) -> None:
         """Read the prompts of jobs, as many as fit, or begin to.
 
+        They are read together, but for those that take several pieces, so that nobody waits for
+        them, and with ``invariant``, as they would round otherwise.
+
         Raises:
             ValueError: for an empty prompt, a limit below 1, or more jobs than fit.
         """
         if len(jobs) > self.free or any(not job.ids or job.limit < 1 for job in jobs):
             raise ValueError(f"got {len(jobs)} jobs for {self.free} rows, or an empty one")
-        if self.invariant and len(jobs) > 1:  # read together they round otherwise
-            for job in jobs:
-                self.add([job])
-            return
-        if not jobs:
-            return
         if self.num_fitting(jobs) < len(jobs):
             raise ValueError(f"{len(jobs)} jobs lie on other sides of {self._thresholds} than rows")
+        most = 0 if self.how.invariant else self.piece or sys.maxsize
+        together = [job for job in jobs if len(job.ids) <= most]
+        for some in [together, *([job] for job in jobs if len(job.ids) > most)]:
+            if some:
+                self._add(some)
+
+    def _add(self, jobs: Sequence[Job]) -> None:
         rows = []
         for job in jobs:
             number = self.output.add(job.ids, job.limit, job.ends, job.criteria)
@@ -229,9 +201,9 @@ class Stream:
         with torch.inference_mode():
             base, known = self._begin([job.ids for job in jobs])
         unread = [job.ids[n:] for n, job in zip(known, jobs, strict=True)]
-        acceptance = self.acceptance or Acceptance()
+        acceptance = self.how.acceptance or Acceptance()
         batch = Batch(base, self.output, self._chooser, self.drafter, acceptance, rows)
-        piece = 0 if self._thresholds.name or self.invariant else self.piece
+        piece = 0 if self._thresholds.name or self.how.invariant else self.piece
         self._readings.append((batch, batch.read(unread, piece)))
         if max(map(len, unread)) <= (piece or sys.maxsize):
             self._read_on(-1)
@@ -243,7 +215,6 @@ class Stream:
             if any(batch.going) and next(pieces, self) is not self:
                 self._readings.insert(0, (batch, pieces))
                 return
-            self.num_tokens += self._num_new(batch)
             self._leave(batch)
             if batch.numbers and self._batch is not None:
                 self._batch.join(batch)
@@ -258,7 +229,7 @@ class Stream:
         """
         room, multiple = 0 if self._batch else self.batch_size, KEY_BLOCK if self._alike else 1
         shared = self._shared
-        if self.prefixes is not None and not self.invariant:
+        if self.prefixes is not None and not self.how.invariant:
             shared = self.prefixes.longest(list(commonprefix(prompts))) or shared
         elif shared is None and len(prompts) > 1:
             common = list(commonprefix([ids[:-1] for ids in prompts]))
@@ -267,15 +238,13 @@ class Stream:
                 first.read(torch.tensor([common], device=first.device), [len(common)])
                 shared = self._shared = first.cache
                 shared.tokens = [common]
-        how = {"compiled": self.compile, "invariant": self.invariant}
-        how["chain_only"] = self._chain_only
-        if shared is None:
-            return ModelPass(self.model, TreeCache(room, multiple), **how), [0] * len(prompts)
-        cache = shared.copy_of(0)
-        cache.room, cache.tokens, cache.rows.multiple = room, shared.tokens, multiple
-        cache.select(torch.zeros(len(prompts), dtype=torch.long))
-        base = ModelPass(self.model, cache, **how)
-        known, cache.tokens = base.align(prompts), []
+        cache = TreeCache(room, multiple) if shared is None else shared.copy_of(0)
+        if shared is not None:
+            cache.room, cache.tokens, cache.rows.multiple = room, shared.tokens, multiple
+            cache.select(torch.zeros(len(prompts), dtype=torch.long))
+        base = ModelPass(self.model, cache, **self._passes)
+        known = [0] * len(prompts) if shared is None else base.align(prompts)
+        cache.tokens = []
         return base, known
 
     def step(self) -> None:
@@ -287,14 +256,9 @@ class Stream:
         if (batch := self._batch) is None:
             return
         with batch.passes():
-            before = self._num_new(batch)
             verified = batch.step()
             self._verified = None if verified is None else (batch.numbers, verified)
-            self.num_tokens += self._num_new(batch) - before
             self._leave(batch)
-
-    def _num_new(self, batch: Batch) -> int:
-        return sum(len(self.output.rows[row].new_tokens) for row in batch.numbers)
 
     def _leave(self, batch: Batch) -> None:
         ended = [each for each in enumerate(batch.numbers) if not self.output.budget(each[1])]
@@ -415,8 +379,8 @@ def continue_prompts(
     waiting = sorted(jobs, key=lambda job: len(job.ids))
     with undisturbed(model):
         rows = batch_size if tree_support(model).kind == "tree" else 1
-        sampler = Sampler(temperature=temperature)
-        stream = Stream(model, sampler, eos_token_ids=eos_token_ids, batch_size=rows)
+        how = Settings(sampler=Sampler(temperature), eos_token_ids=eos_token_ids)
+        stream = Stream(model, None, how, batch_size=rows)
 
         def take(num: int) -> list[Job]:
             taken, waiting[:num] = waiting[:num], []

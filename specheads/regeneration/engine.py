@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from specheads.config import ConfigError, RegenerateConfig
 from specheads.data.schema import Record, RecordError, text_digest
 from specheads.decoding.exported import exported_drafter
+from specheads.decoding.loop import Settings
 from specheads.decoding.result import DecodedRow
 from specheads.decoding.stream import Job, Stream
 from specheads.drafters.contract import Drafter
@@ -85,8 +86,8 @@ class Engine:
         for ended in stream.run(take):
             # begun conversations first, or they would pile up until the records are at an end
             waiting.extendleft(self._settle((job.owner, row) for job, row in ended))
-            self._outcome.num_tokens += stream.num_tokens
-            stream.num_tokens = 0
+            self._outcome.num_tokens += stream.output.num_tokens
+            stream.output.num_tokens = 0
             yield self._taken()
         yield self._taken()
 
@@ -106,9 +107,8 @@ class Engine:
 
     def stream(self, sampler: Sampler) -> Stream:
         """Return rows for the base model's own decoding."""
-        ends, size = self.turns.end_tokens, self.batch_size
-        drafter = self.drafter
-        return Stream(self.base, sampler, drafter=drafter, eos_token_ids=ends, batch_size=size)
+        how = Settings(sampler=sampler, eos_token_ids=self.turns.end_tokens)
+        return Stream(self.base, self.drafter, how, batch_size=self.batch_size)
 
     def _settle(self, ended: Iterable[tuple[Dialogue, DecodedRow]]) -> list[Dialogue]:
         """Give dialogues their next answers; return those in which another one is due."""

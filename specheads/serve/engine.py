@@ -29,6 +29,8 @@ from specheads.decoding.stream import Job, Prefixes, Stream
 from specheads.models.support import tree_support
 from specheads.system.terminal import harmless
 
+# the lane's key; the job, whose owner is its ticket; what makes a lane
+_Waiting = tuple[Hashable, Job, Callable[[], Stream]]
 Logprobs = tuple[float, list[tuple[int, float]]]  # of the token, and of the likeliest ones
 
 
@@ -150,7 +152,7 @@ class Engine(threading.Thread):
             gauge = Gauge(f"specheads_{name}", f"prompts {name}", registry=self.registry)
             gauge.set_function(partial(getattr, self, f"num_{name}"))
         self._lanes: dict[Hashable, Stream] = {}
-        self._waiting: list[tuple[Hashable, Ticket, Job, Callable[[], Stream]]] = []
+        self._waiting: list[_Waiting] = []
         self._changed = threading.Condition()
         self._stopped = False
 
@@ -183,8 +185,8 @@ class Engine(threading.Thread):
             self._waiting += prepared
             self._changed.notify()
 
-    def _prepare(self, ticket: Ticket) -> tuple[Hashable, Ticket, Job, Callable[[], Stream]]:
-        """Let ``generate`` read the settings; return the lane's key, the job, what makes a lane."""
+    def _prepare(self, ticket: Ticket) -> _Waiting:
+        """Let ``generate`` read the settings."""
         decoder = self.decoders[ticket.drafter]
         limit = min(ticket.limit, room(decoder.base, ticket.ids))
         guarded = LogitsProcessorList([Guarded(each, ticket) for each in ticket.processors])
@@ -197,14 +199,23 @@ class Engine(threading.Thread):
             how = settings_of(decoder, ticket.settings, ticket.ids, limit, **more)
         except ValueError as error:
             raise ConfigError(harmless(str(error))) from None
-        rules: Any = how.stopping_criteria or ()
-        rules = [Guarded(rule, ticket) for rule in rules]
+        given: Any = how.stopping_criteria or ()
+        rules: Any = [Guarded(rule, ticket) for rule in given]
         how = replace(how, stopping_criteria=rules)
-        job, options = Job.of(ticket.ids, how, ticket), {"batch_size": self.batch_size}
-        make = partial(Stream.of, decoder, how, **options, piece=self.piece, prefixes=self.prefixes)
+        make = partial(
+            Stream,
+            decoder.base,
+            decoder.drafter,
+            how,
+            batch_size=self.batch_size,
+            piece=self.piece,
+            prefixes=self.prefixes,
+            evened=False,
+        )
+        job = Job.of(ticket.ids, how, ticket)
         processors = how.logits_processor or LogitsProcessorList()
         temperature = how.sampler.temperature if how.sampler else 0.0
-        return (ticket.drafter, temperature, how.keep_scores, _alike(processors)), ticket, job, make
+        return (ticket.drafter, temperature, how.keep_scores, _alike(processors)), job, make
 
     def stop(self, patience: float = 0.0) -> None:
         """Answer what was asked for so many seconds more, end the rest, and stop."""
@@ -226,16 +237,17 @@ class Engine(threading.Thread):
                     break
             with self._seconds.time():
                 self._turn()
-        for ticket in [*(each[1] for each in self._waiting), *self._tickets()]:
+        for ticket in self._tickets():
             ticket.tell(Step(error="the server is stopping"))
 
     def _tickets(self) -> list[Ticket]:
-        return [job.owner for lane in self._lanes.values() for _, job in lane.jobs]
+        running = [job for lane in self._lanes.values() for _, job in lane.jobs]
+        return [job.owner for job in [*(job for _, job, _ in self._waiting), *running]]
 
     def _turn(self) -> None:
         """Admit what fits, and let each lane make one step."""
         now = time.monotonic()
-        for ticket in [*(each[1] for each in self._waiting), *self._tickets()]:
+        for ticket in self._tickets():
             if now > ticket.deadline and not ticket.error:
                 ticket.error = "the time for this request is over"
         joining = self._admitted()
@@ -244,14 +256,13 @@ class Engine(threading.Thread):
                 if job.owner.cancelled or job.owner.error:
                     lane.cancel(number)
             try:
-                for jobs in joining.get(key, ()):
-                    lane.add(jobs)
+                lane.add(joining.get(key, []))
                 lane.step()
             except Exception as error:  # such as memory that is full: other lanes go on
                 print(harmless(traceback.format_exc()), file=sys.stderr, flush=True)
                 problem = Step(error=harmless(f"{type(error).__name__}: {error}"))
-                left = [job for jobs in joining.get(key, ()) for job in jobs]
-                for ticket in {job.owner: None for job in [*left, *(j for _, j in lane.jobs)]}:
+                there = [job for _, job in lane.jobs]
+                for ticket in {job.owner: None for job in [*joining.get(key, []), *there]}:
                     ticket.tell(problem)
                 del self._lanes[key]
                 continue
@@ -259,17 +270,15 @@ class Engine(threading.Thread):
             if lane.free == self.batch_size:
                 del self._lanes[key]
 
-    def _admitted(self) -> dict[Hashable, list[list[Job]]]:
-        """Return who gets rows now, by lane, and who of them is read together.
-
-        A long prompt is read alone, so that nobody waits for it.
-        """
+    def _admitted(self) -> dict[Hashable, list[Job]]:
+        """Return who gets rows now, by lane."""
         with self._changed:
             waiting, self._waiting = self._waiting, []
         left, joining = [], dict[Hashable, list[Job]]()
         free = self.batch_size - self.num_running
         for entry in waiting:
-            key, ticket, job, make = entry
+            key, job, make = entry
+            ticket = job.owner
             if ticket.cancelled or ticket.error:
                 ticket.tell(Step(error=ticket.error or "cancelled"))
                 continue
@@ -284,12 +293,7 @@ class Engine(threading.Thread):
             joining[key] = [*jobs, job]
         with self._changed:
             self._waiting = left + self._waiting
-        found: dict[Hashable, list[list[Job]]] = {}
-        for key, jobs in joining.items():
-            long = [[job] for job in jobs if len(job.ids) > self.piece]
-            short = [job for job in jobs if len(job.ids) <= self.piece]
-            found[key] = [short, *long] if short else long
-        return found
+        return joining
 
     def _tell(self, lane: Stream) -> None:
         """Tell everybody of a lane what is new."""

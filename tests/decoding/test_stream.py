@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from specheads.decoding.loop import plain_decode
+from specheads.decoding.loop import Settings, plain_decode
 from specheads.decoding.stream import Job, Prefixes, Stream
 from specheads.models.forward import ModelPass
 from specheads.verification.sampling import Sampler
@@ -50,7 +50,7 @@ def test_rows_know_nothing_of_each_other(name: str, temperature: float) -> None:
         for i in range(14)
     ]
     sampler = Sampler(temperature, top_k=20)
-    stream = Stream(model, sampler, eos_token_ids=END, batch_size=3)
+    stream = Stream(model, None, Settings(sampler=sampler, eos_token_ids=END), batch_size=3)
     found: dict[int, list[int]] = {}
     waiting = list(jobs)
     while waiting or stream.free < 3:
@@ -79,7 +79,7 @@ def test_what_prompts_begin_with_is_read_once(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(ModelPass, "read", counted)
     jobs = [Job(OPENING + [13 + i, 20], 1, seed=i) for i in range(5)]
-    stream = Stream(zoo.build("llama"), Sampler(), batch_size=3)
+    stream = Stream(zoo.build("llama"), None, Settings(), batch_size=3)
     stream.add(jobs[:1])
     stream.add(jobs[1:3])  # the first two that come together show what they share
     stream.add(jobs[3:])
@@ -95,7 +95,7 @@ def test_rows_grow_past_a_block() -> None:
     short = Job([9, 10], 60, seed=2)
     sampler = Sampler(1.0)
     for jobs in ((long, short), (short, long)):
-        stream = Stream(model, sampler, batch_size=2)
+        stream = Stream(model, None, Settings(sampler=sampler), batch_size=2)
         stream.add(jobs[:1])
         for _ in range(5):
             stream.step()
@@ -114,19 +114,20 @@ def test_rows_grow_past_a_block() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     """A job without tokens, or more jobs than rows, would be read as padding."""
-    stream = Stream(zoo.build("llama"), Sampler(), batch_size=1)
+    stream = Stream(zoo.build("llama"), None, Settings(), batch_size=1)
     for jobs in ([Job([9], 1), Job([9], 1)], [Job([], 3)], [Job([9], 0)]):
         with pytest.raises(ValueError, match="jobs for 1 rows, or an empty one"):
             stream.add(jobs)
     with pytest.raises(ValueError):
-        Stream(zoo.build("bloom"), Sampler(), batch_size=2)
+        Stream(zoo.build("bloom"), None, Settings(), batch_size=2)
 
 
 def test_who_is_cancelled_before_being_read_disturbs_nobody() -> None:
     """A client that hangs up while its prompt waits would end all who share passes with it."""
     model = zoo.build("llama")
     jobs = [Job([9 + (i + n) % 50 for i in range(20)], 5, seed=n, owner=n) for n in range(3)]
-    stream = Stream(model, Sampler(1.0), batch_size=3, piece=8, prefixes=Prefixes(100))
+    how = Settings(sampler=Sampler(1.0))
+    stream = Stream(model, None, how, batch_size=3, piece=8, prefixes=Prefixes(100))
     for job in jobs:
         stream.add([job])  # the first is read, piece by piece; the others wait
     stream.cancel(stream.jobs[1][0])

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import HeadsConfig
 from specheads.decoding.costs import Blank
-from specheads.decoding.loop import decode
+from specheads.decoding.loop import Settings, decode
 from specheads.decoding.stream import Job, Stream
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
@@ -230,7 +230,8 @@ def test_rows_that_come_later_get_what_they_would_get_alone(name: str, piece: in
         ).new_tokens
         for job in waiting
     }
-    stream = Stream(base(), Sampler(0.8), drafter=made[name](), batch_size=3, piece=piece)
+    how = Settings(sampler=Sampler(0.8))
+    stream = Stream(base(), made[name](), how, batch_size=3, piece=piece)
 
     def take(num: int) -> list[Job]:
         return [waiting.pop(0)] if num and waiting else []

@@ -20,7 +20,7 @@ from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError
 from specheads.config.commands import TextSettings
 from specheads.decoding import generate as doors
-from specheads.decoding.loop import decode, plain_decode
+from specheads.decoding.loop import Settings, decode, plain_decode
 from specheads.decoding.stream import Job, Stream, continue_prompts
 from specheads.drafters.lookup import NgramDrafter
 from specheads.measure import diagnose
@@ -242,7 +242,7 @@ def test_a_stream_keeps_the_sides_apart(name: str) -> None:
         model_of(name), prompts, [NUM_NEW] * 7, [0] * 7, temperature=0, batch_size=3
     )
     assert found == [plain(name, n) for n in lengths]
-    stream = Stream(model_of(name), Sampler(), batch_size=3)
+    stream = Stream(model_of(name), None, Settings(), batch_size=3)
     jobs = [Job(ids, NUM_NEW) for ids in prompts]
     assert [stream.num_fitting(jobs[i:]) for i in range(5)] == [1] * 5
     assert stream.num_fitting([jobs[0], jobs[2], jobs[5], jobs[0]]) == 3

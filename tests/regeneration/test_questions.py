@@ -18,6 +18,7 @@ from specheads import regenerate
 from specheads.config import ConfigError, QuestionsConfig, RegenerateConfig, RunError
 from specheads.data.load import read_jsonl
 from specheads.data.similar import NEAR, SimilarTexts, shingles, words
+from specheads.decoding.loop import Settings
 from specheads.decoding.result import DecodedRow
 from specheads.decoding.stream import Job, Stream
 from specheads.regeneration import answers
@@ -328,7 +329,7 @@ def test_what_counts_as_a_near_duplicate(text: str, other: str, alike: bool) -> 
 def test_the_stream_ends_rows_by_their_own_tokens(make_tiny_llama: Any) -> None:
     """A line that ends a question must not end the answers beside it."""
     model = make_tiny_llama()
-    stream = Stream(model, Sampling(), batch_size=2)
+    stream = Stream(model, None, Settings(sampler=Sampling()), batch_size=2)
     waiting = [Job([5, 6], 20, owner="all"), Job([5, 6], 20, owner="cut")]
     done = {job.owner: row for ended in stream.run(lambda n: [waiting.pop()][:n] if waiting else [])
             for job, row in ended}  # fmt: skip
@@ -336,7 +337,7 @@ def test_the_stream_ends_rows_by_their_own_tokens(make_tiny_llama: Any) -> None:
     assert done["cut"].new_tokens == first and not done["all"].finished
     end = first[3]
     waiting = [Job([5, 6], 20, owner="all"), Job([5, 6], 20, owner="cut", ends={end})]
-    stream = Stream(model, Sampling(), batch_size=2)
+    stream = Stream(model, None, Settings(sampler=Sampling()), batch_size=2)
     done = {job.owner: row for ended in stream.run(lambda n: [waiting.pop()][:n] if waiting else [])
             for job, row in ended}  # fmt: skip
     assert done["all"].new_tokens == first and done["cut"].finished
