@@ -22,6 +22,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -60,25 +61,6 @@ class Seen:
     starts: list[int]
     positions: list[int]
     hidden: Tensor
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A request whose next tokens can be guessed.
-
-    Attributes:
-        row: of the batch.
-        root: its last token.
-        hidden: [..., 1, d], what the heads guess from.
-        memory: of layers that attend, if the heads have such.
-        room: tokens that may be proposed.
-    """
-
-    row: int
-    root: int
-    hidden: Tensor
-    memory: HeadCache | None
-    room: int
 
 
 class HeadsProposer:
@@ -173,23 +155,26 @@ class HeadsProposer:
             self._count(UNSEEN, len(found))
             return found
         lengths, ids = np.asarray(num_tokens_no_spec), np.asarray(token_ids_cpu)
-        ready = []
+        ready: dict[int, HeadsState] = {}
         for row, sampled in enumerate(sampled_token_ids):
             text = ids[row, : int(lengths[row])].astype(np.int64)
-            one = self._read(row, text, seen)
-            if one is not None and sampled:
-                ready.append(one)
+            state = self._read(row, text, seen)
+            if state is not None and sampled:
+                ready[row] = state
         self._states.forget(len(found))
-        for some in [[one] for one in ready] if self._remembers else [ready]:
-            if some:
-                found_here = self._guess(some)
-                for one, guesses in zip(some, found_here, strict=True):
-                    found[one.row] = guesses[: one.room]
+        together = [list(ready)] if ready and not self._remembers else [[row] for row in ready]
+        for rows in together:
+            joined = reduce(self._drafter.join, map(ready.__getitem__, rows))
+            guesses = self._drafter.propose(joined).tokens[:, 1:].tolist()
+            for row, guessed in zip(rows, guesses, strict=True):
+                # the step that verifies the guesses adds a token of its own
+                room = max(min(self.num_tokens, self.max_length - int(lengths[row]) - 1), 0)
+                found[row] = guessed[:room]
         self.counts["rows"] += len(ready)
         self.counts["proposed"] += sum(map(len, found))
         return found
 
-    def _read(self, row: int, text: Any, seen: Seen) -> Ready | None:
+    def _read(self, row: int, text: Any, seen: Seen) -> HeadsState | None:
         """Read on in a row's text, guesses that were refused left out."""
         begin, end = seen.starts[row : row + 2]
         first = seen.positions[begin] if begin < end else 0
@@ -208,16 +193,8 @@ class HeadsProposer:
             ahead = torch.from_numpy(text[first + 1 : first + count + 1])[None].to(hidden.device)
             memory, last = memory.append(hidden[None], [count], ahead)
             self._states.keep(text[: first + count], memory)
-        # the step that verifies the guesses adds a token of its own
-        room = max(min(self.num_tokens, self.max_length - len(text) - 1), 0)
-        return Ready(row, int(text[-1]), last, memory, room)
-
-    def _guess(self, ready: Sequence[Ready]) -> list[list[int]]:
-        """Return the guesses of rows that are asked together."""
-        hidden = torch.cat([one.hidden for one in ready], dim=-2)
-        root = torch.tensor([one.root for one in ready], device=hidden.device)
-        state = HeadsState(root, hidden, self._predict, ready[0].memory)
-        return self._drafter.propose(state).tokens[:, 1:].tolist()
+        root = torch.tensor([int(text[-1])], device=last.device)
+        return HeadsState(root, last, self._predict, memory)
 
     def _count(self, reason: str, rows: int) -> None:
         """Count rows for which nothing is proposed; say so the first time, and ever more rarely."""
