@@ -97,11 +97,8 @@ class Chooser:
         Returns:
             Of all nodes, [B, N, V].
         """
-        if not self.processors.stateless:
+        if not self.processors.stateless and candidates.tree.num_nodes > 1:
             return self._on_paths(candidates, logits, rows)
-        return self._at_nodes(candidates, logits, rows)
-
-    def _at_nodes(self, candidates: Candidates, logits: Tensor, rows: Rows) -> Scored:
         before, processed = self.processors.at_nodes(candidates, logits, rows)
         scores = self.sampler.tree_scores(processed, candidates.tree, rows.roots, rows.numbers)
         return Scored(before, processed, scores)
@@ -136,7 +133,7 @@ class Chooser:
         """Return scores [B, V] after the texts of ``rows``."""
         tokens = torch.zeros(len(logits), 1, dtype=torch.long)  # the texts' last ones: not read
         roots = Candidates(tokens, Tree.chain(0).to(logits.device))
-        scored = self._at_nodes(roots, logits[:, None], rows)
+        scored = self.at_nodes(roots, logits[:, None], rows)
         return Scored(*(each[:, 0] for each in scored))
 
     def near_ties(self, logits: Tensor, scored: Scored, rows: Rows, path: Tensor) -> Tensor:

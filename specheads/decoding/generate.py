@@ -51,7 +51,7 @@ from specheads.drafters.contract import Drafter
 from specheads.models.base import context_length, end_tokens, input_device
 from specheads.models.forward import thresholds
 from specheads.models.support import tree_support
-from specheads.system.errors import ConfigError, check
+from specheads.system.errors import ConfigError, check, refuse
 from specheads.verification.sampling import Sampler
 
 Returned = Tensor | GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput
@@ -73,23 +73,18 @@ def check_settings(
         ValueError: one line.
     """
     mode = config.get_generation_mode()
-    plain = mode in (
-        GenerationMode.GREEDY_SEARCH,
-        GenerationMode.SAMPLE,
-        GenerationMode.BEAM_SEARCH,
-    )
+    modes = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH
     tree, twice = "a step reads a tree of guesses", "it reads every token a second time"
     encoder = "a causal model has no encoder; repetition_penalty looks at the prompt too"
-    for name, given, why in (
-        (mode.value, not plain, "the drafter proposes, the base decides"),
+    unavailable = (
+        (mode.value, mode not in modes, "the drafter proposes, the base decides"),
         ("output_attentions", config.output_attentions, tree),
         ("output_hidden_states", config.output_hidden_states, tree),
         ("guidance_scale", (config.guidance_scale or 1) != 1, twice),
         ("encoder_repetition_penalty", (config.encoder_repetition_penalty or 1) != 1, encoder),
         ("encoder_no_repeat_ngram_size", config.encoder_no_repeat_ngram_size, encoder),
-    ):
-        if given:
-            raise ValueError(f"{name} is not available: {why}")
+    )
+    refuse({f"{name} is not available: {why}": given for name, given, why in unavailable})
     cache = config.cache_implementation
     check(cache in (None, "dynamic"), "cache_implementation", cache, "'dynamic'")
     others = {name for name, value in model_kwargs.items() if value is not None} - _OF_A_PASS
@@ -381,17 +376,18 @@ class SpecDecoder:
         model_kwargs: dict[str, Any],
     ) -> Returned:
         """Search with beams."""
-        for name, given in (
-            ("streamer", self.streamer),
-            ("on_tokens", self.on_tokens),
-            ("a lossy acceptance", self.acceptance and not self.acceptance.lossless),
-        ):
-            if given:
-                raise ValueError(f"{name} does not go with num_beams={config.num_beams}")
+        lossy = self.acceptance and not self.acceptance.lossless
+        given = {
+            "streamer": self.streamer,
+            "on_tokens": self.on_tokens,
+            "a lossy acceptance": lossy,
+        }
+        beams = f"num_beams={config.num_beams}"
+        refuse({f"{name} does not go with {beams}": there for name, there in given.items()})
         tree_cache(model_kwargs.get("past_key_values"), keep=False)
         mask = model_kwargs.get("attention_mask")
-        beams = Beams(self.base, self.drafter, input_ids, config, mask, compiled=self.compile)
-        return self._returned(beams.search(logits_processor, stopping_criteria), config)
+        search = Beams(self.base, self.drafter, input_ids, config, mask, compiled=self.compile)
+        return self._returned(search.search(logits_processor, stopping_criteria), config)
 
     def _sampler(self, config: GenerationConfig, seed: int | None) -> Sampler:
         # generate() has put temperature, top-k and top-p among the processors
@@ -453,17 +449,12 @@ def decode_prompts(
     device = decoder.base.device
     ids = [torch.tensor([[*prompt]], dtype=torch.long, device=device) for prompt in prompts]
     input_ids, mask = pad_left(ids)
-    options: dict[str, Any] = {
-        "attention_mask": mask,
-        "temperature": settings.temperature,
-        "repetition_penalty": settings.repetition_penalty,
-        "no_repeat_ngram_size": settings.no_repeat_ngram_size,
-        "seed": settings.seed,
-        **ending(decoder),
-    }
+    names = ["temperature", "repetition_penalty", "no_repeat_ngram_size", "seed"]
+    options: dict[str, Any] = {"attention_mask": mask, **ending(decoder)}
     if settings.temperature > 0:
-        options |= {"top_k": settings.top_k, "top_p": settings.top_p}
+        names += ["top_k", "top_p"]
         options["min_p"] = settings.min_p or None
+    options |= {name: getattr(settings, name) for name in names}
     return decoder.generate(input_ids, max_new_tokens, **(options | more))
 
 

@@ -71,11 +71,6 @@ class Settings(Limits):
     compile: bool = False
     invariant: bool = False
 
-    @property
-    def drops_rows(self) -> bool:
-        """Whether rows that have ended leave the batch; a batch of another size compiles anew."""
-        return self.cache is None and not self.compile
-
 
 def plain_decode(model: PreTrainedModel, input_ids: Tensor, **settings: Any) -> DecodeResult:
     """Decode one token at a time; see :func:`decode` for the arguments."""
@@ -133,7 +128,7 @@ def decode(
             batch.read_whole(unread)
             with batch.passes():
                 while any(batch.going):
-                    if asked.drops_rows:
+                    if asked.cache is None and not asked.compile:  # another size compiles anew
                         batch.leave()
                     batch.step()
         finally:
@@ -185,14 +180,14 @@ class Batch:
             unread: see :meth:`read`.
         """
         cache, numbers = self.base.cache, self.numbers
-        apart = self.base.invariant and len(numbers) > 1 and not any(cache.lengths)
-        if apart:
+        size = 1 if self.base.invariant and not any(cache.lengths) else len(numbers)
+        if size < len(numbers):
             cache.select(torch.tensor([0]))
-            self.numbers = numbers[:1]
+            self.numbers = numbers[:size]
         with self.passes():
-            for _ in self.read(unread[:1] if apart else unread):
+            for _ in self.read(unread[:size]):
                 pass
-        for number, prompt in zip(numbers[1:], unread[1:], strict=True) if apart else ():
+        for number, prompt in zip(numbers[size:], unread[size:], strict=True):
             base = copy.copy(self.base)
             base.cache = TreeCache()
             other = replace(self, base=base, numbers=[number])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from specheads.attention.cache import TreeCache
@@ -112,16 +113,11 @@ class DecodeResult:
     @property
     def divergence(self) -> dict[str, float]:
         """Under a lossy rule mean and largest ``kl`` (nats) and ``tv`` per token; else empty."""
-        return mean_divergence(self.rows)
-
-
-def mean_divergence(rows: Iterable[DecodedRow]) -> dict[str, float]:
-    """Return what :attr:`DecodeResult.divergence` is, of some rows."""
-    pairs = [pair for row in rows for pair in row.divergences]
-    found: dict[str, float] = {}
-    for name, values in zip(("kl", "tv"), zip(*pairs, strict=True), strict=False):
-        found |= {name: sum(values) / len(values), f"{name}_max": max(values)}
-    return found
+        pairs = [pair for row in self.rows for pair in row.divergences]
+        found: dict[str, float] = {}
+        for name, values in zip(("kl", "tv"), zip(*pairs, strict=True), strict=False):
+            found |= {name: sum(values) / len(values), f"{name}_max": max(values)}
+        return found
 
 
 @dataclass(frozen=True)
@@ -195,17 +191,12 @@ class Output:
         """
         row = self._removed.pop() if self._removed else len(self.rows)
         own = [copy_for_row(each, row, "stopping criterion") for each in self._rules]
-        begun: list[tuple[list[Any], Any]] = [
-            (self.rows, DecodedRow()),
-            (self.texts, list(prompt)),
-            (self.limits, max_new_tokens),
-            (self.ends, ends),
-            (self.criteria, [*own, *criteria]),
-        ]
+        here = slice(row, row + 1)  # a new place at the end, or one that is used again
+        self.rows[here], self.texts[here] = [DecodedRow()], [list(prompt)]
+        self.limits[here], self.ends[here] = [max_new_tokens], [ends]
+        self.criteria[here] = [[*own, *criteria]]
         if self.kept is not None:
-            begun.append((self.kept, []))
-        for rows, first in begun:
-            rows[row : row + 1] = [first]
+            self.kept[here] = [[]]
         return row
 
     def remove(self, row: int) -> None:
@@ -331,10 +322,9 @@ def met(criterion: Stopping, ids: Tensor) -> bool:
 
 def pad_left(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return prompts [1, P] of several lengths as one batch [B, T], and its attention mask."""
-    longest = max(prompt.shape[1] for prompt in prompts)
-    rows = [F.pad(prompt, (longest - prompt.shape[1], 0)) for prompt in prompts]
-    real = [F.pad(torch.ones_like(prompt), (longest - prompt.shape[1], 0)) for prompt in prompts]
-    return torch.cat(rows), torch.cat(real)
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    rows = [prompt[0] for prompt in prompts]
+    return pad(rows), pad([torch.ones_like(row) for row in rows])
 
 
 def read_prompts(

@@ -137,10 +137,12 @@ class Engine(threading.Thread):
         prefix_tokens: int,
     ) -> None:
         super().__init__(name="specheads engine", daemon=True)
-        self.decoders, self.queue, self.piece = decoders, queue, piece
+        self.decoders, self.queue = decoders, queue
         base = next(iter(decoders.values())).base
         self.batch_size = batch_size if tree_support(base).kind == "tree" else 1
         self.prefixes = Prefixes(prefix_tokens) if prefix_tokens else None
+        self._options: dict[str, Any] = {"batch_size": self.batch_size, "piece": piece}  # of lanes
+        self._options |= {"prefixes": self.prefixes, "evened": False}
         self.registry = CollectorRegistry()
         by_drafter: dict[str, Any] = {"labelnames": ["drafter"], "registry": self.registry}
         self._tokens = Counter("specheads_tokens", "tokens that steps gave", **by_drafter)
@@ -202,16 +204,7 @@ class Engine(threading.Thread):
         given: Any = how.stopping_criteria or ()
         rules: Any = [Guarded(rule, ticket) for rule in given]
         how = replace(how, stopping_criteria=rules)
-        make = partial(
-            Stream,
-            decoder.base,
-            decoder.drafter,
-            how,
-            batch_size=self.batch_size,
-            piece=self.piece,
-            prefixes=self.prefixes,
-            evened=False,
-        )
+        make = partial(Stream, decoder.base, decoder.drafter, how, **self._options)
         job = Job.of(ticket.ids, how, ticket)
         processors = how.logits_processor or LogitsProcessorList()
         temperature = how.sampler.temperature if how.sampler else 0.0
