@@ -254,20 +254,15 @@ def _apply_rule(
     if candidates.sampling == "none":
         merged = rules.merge_siblings(candidates.tokens.to(logits.device), candidates.tree)
         candidates = replace(candidates, tokens=merged[0], tree=merged[1])
-    probs = (
-        None
-        if acceptance.lossless
-        else acceptance.output_probs(candidates, base_probs, greedy=greedy)
-    )
-    decided_by = probs if acceptance.rule in BOUNDED and probs is not None else base_probs
-    path, num_accepted, next_token = acceptance.decide(
-        candidates, decided_by, chance, greedy=greedy
-    )
+    probs = divergence = None
+    if not acceptance.lossless:
+        probs = acceptance.output_probs(candidates, base_probs, greedy=greedy)
+    given = probs if acceptance.rule in BOUNDED and probs is not None else base_probs
+    path, num_accepted, next_token = acceptance.decide(candidates, given, chance, greedy=greedy)
     tokens = candidates.tokens.to(logits.device)
     guessed = tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, -1)
     emitted = torch.cat([guessed[:, 1:], torch.full_like(guessed[:, :1], -1)], dim=1)
     emitted = emitted.scatter(1, num_accepted[:, None], next_token[:, None])
-    divergence = None
     if not acceptance.lossless:
         each, nodes = torch.arange(len(path), device=path.device)[:, None], path.clamp(min=0)
         along = base_probs[each, nodes]

@@ -146,16 +146,14 @@ def runner(
         max_new_tokens: limit.
         temperature: of the sampling, whose noise costs time at every node.
     """
-    sampler = Sampler(temperature=temperature)
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampler": Sampler(temperature)}
 
     def run(after_step: Callable[[], None]) -> None:
         def tick(row: int, tokens: list[int]) -> None:
             if row == 0:
                 after_step()
 
-        decode(
-            base, drafter, input_ids, max_new_tokens=max_new_tokens, sampler=sampler, on_tokens=tick
-        )
+        decode(base, drafter, input_ids, on_tokens=tick, **how)
 
     return run
 

@@ -200,7 +200,7 @@ class Batch:
 
         Args:
             unread: per row the tokens that are not in the cache, at least 1.
-            piece: pause behind every so many tokens; 0 reads all at once.
+            piece: pause behind every so many tokens of the only row; 0 reads all at once.
 
         Yields:
             Nothing, between two pieces.
@@ -210,15 +210,8 @@ class Batch:
         num_tokens, parts = tokens.shape[1], list[dict[str, Tensor]]()
         for start in range(0, num_tokens, piece or num_tokens):
             part = tokens[:, start : start + (piece or num_tokens)]
-            own = [min(max(count - start, 0), part.shape[1]) for count in counts]
-            said = self.base.read(part, own)
+            logits = self.base.read(part, [min(count - start, part.shape[1]) for count in counts])
             parts.append(self._hidden())
-            if start == 0:
-                logits = said
-            else:  # rows that ended in an earlier piece have theirs
-                logits = torch.where(
-                    torch.tensor(own, device=said.device)[:, None] > 0, said, logits
-                )
             if start + part.shape[1] < num_tokens:
                 yield
         chosen = self.chooser.next_tokens(output, logits, numbers)

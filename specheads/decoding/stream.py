@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import islice
 from os.path import commonprefix
 from typing import Any
 
@@ -376,17 +377,12 @@ def continue_prompts(
     jobs = [Job(list(ids), limit, seed, owner) for owner, (ids, limit, seed) in given]
     answers: list[list[int]] = [[] for _ in jobs]
     # those of like length are read together with the least padding
-    waiting = sorted(jobs, key=lambda job: len(job.ids))
+    waiting = iter(sorted(jobs, key=lambda job: len(job.ids)))
     with undisturbed(model):
         rows = batch_size if tree_support(model).kind == "tree" else 1
         how = Settings(sampler=Sampler(temperature), eos_token_ids=eos_token_ids)
         stream = Stream(model, None, how, batch_size=rows)
-
-        def take(num: int) -> list[Job]:
-            taken, waiting[:num] = waiting[:num], []
-            return taken
-
-        for ended in stream.run(take):
+        for ended in stream.run(lambda num: list(islice(waiting, num))):
             for job, row in ended:
                 answers[job.owner] = row.new_tokens
     return answers
