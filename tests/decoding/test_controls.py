@@ -350,7 +350,6 @@ def test_what_does_not_go_with_a_tree_is_refused(llama: PreTrainedModel) -> None
     cache = DynamicCache()
     llama(ROWS[0][:, :4], past_key_values=cache, use_cache=True)
     for settings, message in (
-        ({"num_beams": 2}, "num_beams must be 1, got 2"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive_search is not available"),
         ({"dola_layers": "high"}, "dola_generation is not available"),
         ({"prompt_lookup_num_tokens": 3}, "assisted_generation is not available"),
