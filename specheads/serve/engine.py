@@ -168,11 +168,6 @@ class Engine(threading.Thread):
         """Prompts that have a row."""
         return sum(self.batch_size - lane.free for lane in list(self._lanes.values()))
 
-    def check_room(self, num: int) -> None:
-        """Raise BusyError if ``num`` more prompts may not wait."""
-        if len(self._waiting) + num > self.queue + self.batch_size - self.num_running:
-            raise BusyError(f"{len(self._waiting)} prompts are waiting, and {self.queue} may")
-
     def submit(self, tickets: Sequence[Ticket]) -> None:
         """Queue prompts.
 
@@ -181,7 +176,9 @@ class Engine(threading.Thread):
             TooLongError: for a prompt that leaves no room for an answer.
             ConfigError: one line, for settings that decoding refuses.
         """
-        self.check_room(len(tickets))
+        waiting = self.num_waiting
+        if waiting + len(tickets) > self.queue + self.batch_size - self.num_running:
+            raise BusyError(f"{waiting} prompts are waiting, and {self.queue} may")
         prepared = [self._prepare(ticket) for ticket in tickets]
         with self._changed:
             self._waiting += prepared
