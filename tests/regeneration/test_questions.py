@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,7 +169,7 @@ class Scripted:
     """In place of a stream: gives to attempt n the tokens that ``write(n)`` returns."""
 
     def __init__(self, write: Callable[[int], list[int]]) -> None:
-        self.write, self.num_tokens = write, 0
+        self.write, self.output = write, SimpleNamespace(num_tokens=0)
 
     def run(self, take: Callable[[int], list[Job]]) -> Iterator[list[tuple[Job, DecodedRow]]]:
         """Yield eight at a time, in another order than they were begun."""
