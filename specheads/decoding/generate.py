@@ -376,18 +376,18 @@ class SpecDecoder:
         model_kwargs: dict[str, Any],
     ) -> Returned:
         """Search with beams."""
-        lossy = self.acceptance and not self.acceptance.lossless
         given = {
             "streamer": self.streamer,
             "on_tokens": self.on_tokens,
-            "a lossy acceptance": lossy,
+            "a lossy acceptance": self.acceptance and not self.acceptance.lossless,
+            "a stream": self.decode is not decode,  # which decodes later, step by step
         }
-        beams = f"num_beams={config.num_beams}"
-        refuse({f"{name} does not go with {beams}": there for name, there in given.items()})
+        asked = f"num_beams={config.num_beams}"
+        refuse({f"{name} does not go with {asked}": there for name, there in given.items()})
         tree_cache(model_kwargs.get("past_key_values"), keep=False)
         mask = model_kwargs.get("attention_mask")
-        search = Beams(self.base, self.drafter, input_ids, config, mask, compiled=self.compile)
-        return self._returned(search.search(logits_processor, stopping_criteria), config)
+        beams = Beams(self.base, self.drafter, input_ids, config, mask, compiled=self.compile)
+        return self._returned(beams.search(logits_processor, stopping_criteria), config)
 
     def _sampler(self, config: GenerationConfig, seed: int | None) -> Sampler:
         # generate() has put temperature, top-k and top-p among the processors
