@@ -22,6 +22,7 @@ from specheads.system.terminal import harmless, wants_color, write
 if TYPE_CHECKING:
     from specheads.data.schema import Record
     from specheads.decoding.generate import SpecDecoder
+    from specheads.decoding.result import DecodedRow
 
 Tokens = Sequence[int]
 
@@ -68,6 +69,7 @@ def _decode_one(config: GenerateConfig, decoder: SpecDecoder, prompt: Tokens) ->
         f"{len(result.new_tokens)} tokens in {result.num_steps} steps after the prompt: "
         f"{result.accept_length:.2f} tokens per step, {rate:.0f} tokens/s"
         + (f", {result.num_replay_passes} passes for near-ties" if result.num_replays else "")
+        + said_of(decoder, result.rows)
         + ("" if result.finished or limit == config.max_new_tokens else "; the context is full"),
         file=sys.stderr,
     )
@@ -88,8 +90,10 @@ def _decode_all(
     lengths: list[int] = []
     rows: list[dict[str, Any]] = []
     stop = config.stop or None
-    decoded = decode_many(decoder, config, prompts, limit, size, stop_strings=stop)
-    for name, row in zip(names, decoded, strict=True):
+    decoded: list[DecodedRow] = []
+    done = decode_many(decoder, config, prompts, limit, size, stop_strings=stop)
+    for name, row in zip(names, done, strict=True):
+        decoded.append(row)
         lengths += row.accept_lengths
         line = {
             "id": name,
@@ -106,10 +110,18 @@ def _decode_all(
     length, rate = sum(lengths) / max(1, len(lengths)), num_new / seconds
     print(
         f"{num_new} tokens for {len(prompts)} prompts in batches of up to {size}: "
-        f"{length:.2f} tokens per step and prompt, {rate:.0f} tokens/s",
+        f"{length:.2f} tokens per step and prompt, {rate:.0f} tokens/s{said_of(decoder, decoded)}",
         file=sys.stderr,
     )
     return {"rows": rows, "accept_length": length, "seconds": seconds, "tokens_per_second": rate}
+
+
+def said_of(decoder: SpecDecoder, rows: Sequence[DecodedRow]) -> str:
+    """Return what is to be said of texts that a lossy rule wrote; empty of others."""
+    from specheads.decoding.result import divergence_said, mean_divergence
+
+    label = decoder.acceptance.label if decoder.acceptance and decoder.drafter else ""
+    return label and f"; {label}: {divergence_said(mean_divergence(rows))}"
 
 
 def _records(config: GenerateConfig, *, has_template: bool) -> list[Record]:

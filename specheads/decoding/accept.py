@@ -68,11 +68,29 @@ class Acceptance:
         """Whether the output is distributed as the base model's."""
         return not self.rule.startswith("lossy") or (self.rule in BOUNDED and self.bound == 0)
 
+    @property
+    def follows_draws(self) -> bool:
+        """Whether the base model's draws decide, all or most, so that guesses may follow them."""
+        return self.lossless or self.rule in BOUNDED
+
+    @property
+    def label(self) -> str:
+        """What output under a lossy rule is to be called; empty where nothing is lost."""
+        if self.lossless:
+            return ""
+        numbers = {"lossy_typical": ("epsilon", "delta"), "lossy_lenient": ("lenience",)}
+        names = numbers.get(self.rule, ("bound",))
+        return f"{self.rule}, " + ", ".join(f"{name} {getattr(self, name):g}" for name in names)
+
     def walks(self, candidates: Candidates, *, greedy: bool) -> bool:
-        """Whether the base model's own draws decide; :meth:`decide` is for all other cases."""
+        """Whether the base model's own draws decide; :meth:`decide` is for all other cases.
+
+        Under a bounded rule some of them are converted where guesses follow their noise.
+        """
         if self.rule == "walk" or greedy:
             return self.lossless or self.rule in BOUNDED
-        return self.lossless and candidates.sampling == "none"
+        converts = self.rule in BOUNDED and candidates.follows_noise
+        return (self.lossless or converts) and candidates.sampling == "none"
 
     def output_probs(
         self, candidates: Candidates, base_probs: Tensor, *, greedy: bool
@@ -154,12 +172,14 @@ def accept(
     Returns:
         The result, and the logits [B, N, V] after processors.
     """
-    divergence = None
-    if acceptance.walks(candidates, greedy=chooser.sampler.temperature == 0):
-        base_tokens, processed, followed = _walk_down(candidates, logits, chooser, rows)
-    else:
+    greedy = chooser.sampler.temperature == 0
+    if not acceptance.walks(candidates, greedy=greedy):
         found = _apply_rule(candidates, logits, chooser, rows, acceptance)
-        base_tokens, processed, followed, divergence = found
+    elif greedy or acceptance.lossless:
+        found = _walk_down(candidates, logits, chooser, rows)
+    else:
+        found = _walk_converted(candidates, logits, chooser, rows, acceptance)
+    base_tokens, processed, followed, divergence = found
     tree, tokens, own = candidates.tree, candidates.tokens, candidates.own
     result = StepResult(tree, tokens, base_tokens, hidden, *followed, own, divergence)
     return result, processed
@@ -167,16 +187,12 @@ def accept(
 
 # path [B, D+1], num_accepted [B], next_root [B], tokens gained: as they stand in a StepResult
 Followed = tuple[Tensor, Tensor, Tensor, list[list[int]]]
+# tokens [B, N], logits [B, N, V] after processors, the way, and a lossy rule's divergence
+Found = tuple[Tensor, Tensor, Followed, Tensor | None]
 
 
-def _walk_down(
-    candidates: Candidates, logits: Tensor, chooser: Chooser, rows: Rows
-) -> tuple[Tensor, Tensor, Followed]:
-    """Choose the base model's token at the nodes and walk down the tree along them.
-
-    Returns:
-        The tokens [B, N], the logits [B, N, V] after processors, and the way.
-    """
+def _walk_down(candidates: Candidates, logits: Tensor, chooser: Chooser, rows: Rows) -> Found:
+    """Choose the base model's token at the nodes and walk down the tree along them."""
     scored = chooser.at_nodes(candidates, logits, rows)
     follow = follow_on_host if logits.device.type == "cpu" else follow_on_device
     while True:
@@ -185,7 +201,7 @@ def _walk_down(
         followed, tied = follow(candidates, base_tokens, near_ties)
         unsettled = [i for i, going in enumerate(rows.going) if going and 1 in tied[i]]
         if not unsettled:
-            return base_tokens, scored.processed, followed
+            return base_tokens, scored.processed, followed, None
         path, _, _, gained = followed
         scores = scored.scores.clone()
         for i in unsettled:
@@ -195,6 +211,33 @@ def _walk_down(
         # only the first near-tie is settled: what it gives may lead down another path, so the walk
         # is begun anew
         scored = scored._replace(scores=scores)
+
+
+def _walk_converted(
+    candidates: Candidates, logits: Tensor, chooser: Chooser, rows: Rows, acceptance: Acceptance
+) -> Found:
+    """Walk down the tree along draws some of which were converted, see ``rules.converted``.
+
+    Of the divergence is known how often tokens differ from the draws, which their total variation
+    is at most on average.
+    """
+    scored = chooser.at_nodes(candidates, logits, rows)
+    drawn, sampler = scored.best(), chooser.sampler
+    tokens, tree = candidates.tokens.to(logits.device), candidates.tree
+    measure, base_probs = BOUNDED[acceptance.rule], sampler.probs(scored.processed)
+    chance = _chance(chooser, rows, tree.num_nodes, logits.device)
+    written = rules.converted(tokens, tree, drawn, base_probs, chance, acceptance.bound, measure)
+    follow = follow_on_host if logits.device.type == "cpu" else follow_on_device
+    followed, _ = follow(candidates, written, lambda path: torch.zeros_like(path, dtype=torch.bool))
+    differs = (written != drawn).gather(1, followed[0].clamp(min=0)).to(base_probs)
+    divergence = torch.stack([torch.full_like(differs, torch.nan), differs], dim=-1)
+    return written, scored.processed, followed, divergence
+
+
+def _chance(chooser: Chooser, rows: Rows, num_sites: int, device: torch.device) -> Chance:
+    """Return the random choices of a step."""
+    positions = torch.tensor(rows.roots, device=device)
+    return Chance(0, positions, chooser.sampler.seeds_of(rows.numbers), num_sites)
 
 
 def follow_on_host(
@@ -238,19 +281,15 @@ def follow_on_device(
 
 def _apply_rule(
     candidates: Candidates, logits: Tensor, chooser: Chooser, rows: Rows, acceptance: Acceptance
-) -> tuple[Tensor, Tensor, Followed, Tensor | None]:
+) -> Found:
     """Let the rule decide from the base model's distributions at the nodes.
 
-    Returns:
-        The base model's likeliest tokens [B, N], the logits [B, N, V] after processors, the way,
-        and of a lossy rule the divergence, see :class:`StepResult`.
+    Its tokens [B, N] are the base model's likeliest.
     """
     sampler = chooser.sampler
     _, processed = chooser.processors.at_nodes(candidates, logits, rows)
     greedy, base_probs = sampler.temperature == 0, sampler.probs(processed)
-    positions = torch.tensor(rows.roots, device=logits.device)
-    seeds = sampler.seeds_of(rows.numbers)
-    chance = Chance(0, positions, seeds, candidates.tree.num_nodes)
+    chance = _chance(chooser, rows, candidates.tree.num_nodes, logits.device)
     if candidates.sampling == "none":
         merged = rules.merge_siblings(candidates.tokens.to(logits.device), candidates.tree)
         candidates = replace(candidates, tokens=merged[0], tree=merged[1])

@@ -224,7 +224,7 @@ class Batch:
                 }
             prompts = [list(output.texts[row]) for row in numbers]
             drawn = self.chooser.processors.imitated(self.chooser.sampler), logits.shape[-1]
-            rest = *drawn, self.acceptance.lossless, numbers
+            rest = *drawn, self.acceptance.follows_draws, numbers
             self.state = self.drafter.start(Prefill(prompts, tokens, counts, at_nodes, root, *rest))
         output.emit(numbers, [[token] for token in chosen])
 
@@ -369,4 +369,5 @@ def first_chain(candidates: Candidates) -> Candidates:
         None if probs is None else probs[:, path],
         "none" if probs is None else "chain",
         own=own,
+        follows_noise=candidates.follows_noise,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -113,11 +114,29 @@ class DecodeResult:
     @property
     def divergence(self) -> dict[str, float]:
         """Under a lossy rule mean and largest ``kl`` (nats) and ``tv`` per token; else empty."""
-        pairs = [pair for row in self.rows for pair in row.divergences]
-        found: dict[str, float] = {}
-        for name, values in zip(("kl", "tv"), zip(*pairs, strict=True), strict=False):
-            found |= {name: sum(values) / len(values), f"{name}_max": max(values)}
-        return found
+        return mean_divergence(self.rows)
+
+
+def mean_divergence(rows: Iterable[DecodedRow]) -> dict[str, float]:
+    """Return what :attr:`DecodeResult.divergence` is, of some rows."""
+    pairs = [pair for row in rows for pair in row.divergences]
+    found: dict[str, float] = {}
+    for name, values in zip(("kl", "tv"), zip(*pairs, strict=True), strict=False):
+        found |= {name: sum(values) / len(values), f"{name}_max": max(values)}
+    return found
+
+
+def divergence_said(found: Mapping[str, float]) -> str:
+    """Return a divergence that was measured under a lossy rule in words, ahead of other words."""
+    if not found or math.isnan(found["tv"]):
+        return "divergence from the base not measured"
+    if math.isnan(found["kl"]):  # of draws that were converted
+        return (
+            f"{found['tv']:.1%} of the tokens are not the base's draws, which the mean total"
+            " variation per token is at most; KL not measured"
+        )
+    kl, tv = (f"{found[name]:.4f} (at most {found[f'{name}_max']:.4f})" for name in ("kl", "tv"))
+    return f"divergence from the base per token: KL in nats {kl}, total variation {tv}"
 
 
 @dataclass(frozen=True)

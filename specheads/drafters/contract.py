@@ -34,6 +34,7 @@ class Candidates:
             token is negative and whose probe is not is read, never accepted, and
             ``StepResult.base_tokens`` says what follows it. None: the tokens.
         own: [B, n], see ``StepResult``; set by the loop where it verifies a part of the proposal.
+        follows_noise: what was guessed may depend on the noise with which the base model will draw.
     """
 
     tokens: Tensor
@@ -42,6 +43,7 @@ class Candidates:
     sampling: str = "none"
     probes: Tensor | None = None
     own: Tensor | None = None
+    follows_noise: bool = False
 
     @property
     def inputs(self) -> Tensor:
@@ -62,7 +64,7 @@ class Prefill:
         root: [B], the first new token.
         sampler: how the base model's tokens are drawn, which a drafter that samples imitates.
         vocab_size: V, how many tokens the base model has logits for; 0: unknown.
-        lossless: tokens are the base's, so that a guess may follow the noise of its draws.
+        follows_draws: a guess may follow the noise of the base's draws, which decide.
         numbers: [B], as which rows they draw; from 0 on if None.
     """
 
@@ -73,7 +75,7 @@ class Prefill:
     root: Tensor
     sampler: Sampler = Sampler()
     vocab_size: int = 0
-    lossless: bool = True
+    follows_draws: bool = True
     numbers: Sequence[int] | None = None
 
     @property

@@ -337,7 +337,7 @@ class DraftModelDrafter:
         tree = Tree.chain(len(tokens_of)).to(root.device)
         tokens = torch.cat([root, drafted], dim=1)
         if not keeps_probs:
-            return Candidates(tokens, tree)
+            return Candidates(tokens, tree, follows_noise=noise is not None)
         return Candidates(tokens, tree, _draft_probs(probs_of, cache.vocab_size), "chain")
 
     def _ask(

@@ -228,7 +228,7 @@ class SampledTreeDrafter(CachedTreeDrafter):
             tokens = tokens.masked_fill(self.tree.depths.to(tokens.device) > deepest, -1)
         tree, tokens = self.tree.to(place), tokens.to(place)
         if noise is None or coupled:
-            return Candidates(tokens, tree)
+            return Candidates(tokens, tree, follows_noise=noise is not None)
         draft_probs = torch.zeros_like(noise[:, :1]).repeat(1, tokens.shape[1], 1)
         draft_probs[:, self._inner] = torch.cat(probs_of, dim=1).to(draft_probs)
         return Candidates(tokens, tree, draft_probs.to(place), "without_replacement")

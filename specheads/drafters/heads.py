@@ -233,7 +233,7 @@ class HeadsDrafter:
     def start(self, prefill: Prefill) -> HeadsState:
         """Start behind the prompt: from its last hidden state, or all where heads attend."""
         predict, root = self.steps(), prefill.root
-        sampler = prefill.sampler if prefill.lossless else Sampler()
+        sampler = prefill.sampler if prefill.follows_draws else Sampler()
         size = max(prefill.vocab_size, self.heads.vocab_size)
         draws = Draws(sampler, size, prefill.rows, [len(ids) + 1 for ids in prefill.ids])
         if isinstance(self.shape, Tree):
@@ -255,19 +255,21 @@ class HeadsDrafter:
         root = state.root
         if self.num_nodes == 1:
             return Candidates(root[:, None], Tree.chain(0).to(root.device))
+        follows = state.draws.sampler.temperature > 0
         if isinstance(self.shape, Tree):
-            guesses = self._fill(state).to(root.device)
-            return Candidates(torch.cat([root[:, None], guesses], dim=1), self.shape)
+            guesses = torch.cat([root[:, None], self._fill(state).to(root.device)], dim=1)
+            return Candidates(guesses, self.shape, follows_noise=follows)
         if on_host(self.device):
             rows = self._grow_on_host(state)
             tree = RowTrees.from_lists([parents for _, parents in rows], self.max_depth)
-            return Candidates(torch.tensor([tokens for tokens, _ in rows]).to(root.device), tree)
+            guesses = torch.tensor([tokens for tokens, _ in rows]).to(root.device)
+            return Candidates(guesses, tree, follows_noise=follows)
         if self.heads.sequential:
             parents, tokens, _ = self.grow(self._walk(state), state.draws)
         else:
             parents, tokens, _ = self._best_trees(root.to(self.device), self._alike(state))
         tree = RowTrees.from_parents(parents.to(root.device), self.max_depth)
-        return Candidates(tokens.to(root.device), tree)
+        return Candidates(tokens.to(root.device), tree, follows_noise=follows)
 
     def observe(self, state: HeadsState, result: StepResult) -> HeadsState:
         """Move to the last accepted node."""

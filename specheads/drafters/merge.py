@@ -427,6 +427,7 @@ class HybridDrafter:
         """
         state.tries, state.where = [], [[[] for _ in state.rates] for _ in self.members]
         spent, values = [0.0] * len(state.rates), [[1.0] for _ in state.rates]
+        follows_noise = False
         for number in self._order:
             price = self._prices[number]
             at_hand = zip(state.values, state.tries, values, spent, strict=False)  # none at first
@@ -438,7 +439,8 @@ class HybridDrafter:
             if not any(asked):
                 continue
             member = self.members[number]
-            proposed = _trees(member, state.members[number])
+            proposed, follows = _trees(member, state.members[number])
+            follows_noise |= follows
             if not state.tries:
                 state.tries = [Trie(tokens[0]) for tokens, _, _ in proposed]
             for row, asks in enumerate(asked):
@@ -454,7 +456,7 @@ class HybridDrafter:
                     spent[row] += price * max(trie.depths[node] for node in own if node >= 0)
                     many, dear = trie.best(after, self._costs(spent[row]))
                     state.values[row].learn(number, many - few, dear - cheap, trie.chance(before))
-        return self._merge(state, spent, values)
+        return replace(self._merge(state, spent, values), follows_noise=follows_noise)
 
     def _costs(self, paid: float) -> list[float]:
         """Return the costs of steps of all sizes behind what drafting has cost."""
@@ -524,17 +526,22 @@ class HybridDrafter:
         return HybridState(members, rates, values, state.device)
 
 
-def _trees(member: Drafter, state: Any) -> list[tuple[Sequence[int], Sequence[int], Sequence[int]]]:
+_Proposed = list[tuple[Sequence[int], Sequence[int], Sequence[int]]]
+
+
+def _trees(member: Drafter, state: Any) -> tuple[_Proposed, bool]:
     """Ask a member; return per row tokens, parents and what is read, see :meth:`Trie.add`.
+
+    And whether its guesses follow the noise of the base model's draws.
 
     Raises:
         ValueError: for sampled candidates.
     """
     if isinstance(member, CopyDrafter):
-        return [(tokens, parents, tokens) for tokens, parents in member.trees(state)]
+        return [(tokens, parents, tokens) for tokens, parents in member.trees(state)], False
     candidates = member.propose(state)
     name = f"candidates of {type(member).__name__}"
     check(candidates.sampling == "none", name, candidates.sampling, _UNSAMPLED)
     parents = batched(candidates.tree, candidates.tree.parents).expand_as(candidates.tokens)
     each = candidates.tokens, parents, candidates.inputs
-    return list(zip(*(rows.tolist() for rows in each), strict=True))
+    return list(zip(*(rows.tolist() for rows in each), strict=True)), candidates.follows_noise

@@ -21,7 +21,7 @@ from specheads.data.load import read_jsonl
 from specheads.data.schema import Record
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.loop import decode, plain_decode
-from specheads.decoding.result import DecodedRow
+from specheads.decoding.result import DecodedRow, divergence_said, mean_divergence
 from specheads.drafters.contract import Drafter
 from specheads.losses.cross_entropy import IGNORE
 from specheads.measure.clock import Prompt
@@ -294,6 +294,7 @@ def lossy_cost(
             "rep8": sum(rep8(row.new_tokens) for row in of) / len(of),
             "accept_length": mean_accept_length([row.accept_lengths for row in of]),
             "ended": sum(row.finished for row in of) / len(of),
+            "divergence": mean_divergence(of),
         }
     both = ([row.new_tokens for row in of] for of in rows.values())
     return {**found, **agreement(*both), **_difference(*columns)}
@@ -368,6 +369,7 @@ def format_quality(result: Mapping[str, Any]) -> str:
             make_table(both, _LOSSY).text(),
             f"  loss less that of exact texts {estimate(found, 'loss_difference', '+.4f')} nats"
             " per token; below 0 the rule writes what is likelier, not better",
+            f"  {divergence_said(found['lossy']['divergence'])}",
             f"  {_agreeing(found)}",
         ]
     if left_out := result["left_out"]:

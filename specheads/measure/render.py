@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from specheads.decoding.result import divergence_said
 from specheads.measure.plots import draw
 from specheads.measure.rows import (
     DRIFT_LIMIT,
@@ -373,8 +374,12 @@ def sections(result: Mapping[str, Any], figures: Mapping[str, str]) -> dict[str,
 def _warnings(result: Mapping[str, Any]) -> list[str]:
     items = disturbance_lines(result)
     items += [f"Rounding does not explain that {line}" for line in failures(result)]
-    lossy = [name for (name,) in in_order(result["rows"], "method") if "lossy" in name]
-    return items + [f"{name} does not keep the base model's distribution" for name in lossy]
+    for row in result["rows"]:
+        if "lossy" in row["method"]:
+            name = f"{row['method']} at T={row['temperature']:g}"
+            said = divergence_said(row.get("divergence", {}))
+            items.append(f"{name} does not keep the base model's distribution: {said}")
+    return items
 
 
 def _lines(values: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from specheads.decoding.result import mean_divergence
 from specheads.measure.clock import Method, Prompt, Runs
 from specheads.measure.identity import Divergence
 from specheads.system import hardware
@@ -175,6 +176,7 @@ def make_row(
         "peak_memory": of.peak_memory,
         "extra_parameters": method.extra_parameters,
         **counted,
+        **({"divergence": found} if (found := mean_divergence(of.decoded)) else {}),
         "divergences": [asdict(each) for each in divergences or ()],
         "ended": sum(each.finished for each in of.decoded),
         "num_replays": sum(each.num_replays for each in of.decoded),

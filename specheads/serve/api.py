@@ -177,6 +177,7 @@ class Server:
         assert decoder.tokenizer is not None
         self.tokenizer = decoder.tokenizer
         self.encoder = Encoder(self.tokenizer)
+        self.lossy = decoder.acceptance.label if decoder.acceptance else ""
         self.name = config.name or Path(config.checkpoint).name
         self.created = int(time.time())
         about, registry = "answers by HTTP status", engine.registry
@@ -274,7 +275,7 @@ class Server:
             raise ApiError(404, message, "model_not_found", "model")
         about = {"id": name, "object": "model", "created": self.created, "owned_by": "specheads"}
         more = {"drafters": list(self.engine.decoders), "chat": bool(self.tokenizer.chat_template)}
-        return {**about, **more}
+        return {**about, **more, "lossy": self.lossy}
 
     async def metrics(self) -> Response:
         """What Prometheus collects."""
@@ -436,6 +437,8 @@ class _Writer:
             "created": int(time.time()),
             "model": server.name,
         }
+        if server.lossy and tickets[0].drafter != PLAIN:
+            self.head["lossy"] = server.lossy
 
     @property
     def usage(self) -> dict[str, int]:

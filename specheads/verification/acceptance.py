@@ -374,6 +374,71 @@ def tilted(base_probs: Tensor, guesses: Tensor, bound: float, measure: str) -> T
     return base_probs + (moved / gained).nan_to_num(0) * gain - (moved / lost).nan_to_num(0) * loss
 
 
+def converted(
+    tokens: Tensor,
+    tree: Tree | RowTrees,
+    drawn: Tensor,
+    base_probs: Tensor,
+    chance: Chance,
+    bound: float,
+    measure: str,
+) -> Tensor:
+    """Turn some of the base model's draws that no guess hits into the likeliest guess: lossy.
+
+    For guesses that follow the noise of the draws, of which :func:`tilted` knows nothing: what was
+    guessed and what is drawn go together. A draw that misses becomes the guess x with probability
+    a(x), chosen independently of the noise. Then, however the guesses came about:
+
+    * ``tv``: with a = the bound, output and draw differ with at most this probability, hence the
+      total variation of their distributions.
+    * ``kl``: with a(x) = l p(x) no token is more than 1 + l or less than 1 - l times as likely as
+      under the base model. Of all such h the largest KL(h || p) is
+      ((1 + l) log(1 + l) + (1 - l) log(1 - l)) / 2, as a convex function of a mean of 0 is largest
+      at the ends; l is where this is the bound, at most 1.
+
+    Guarantee: as :func:`tilted`. It accepts no less than the exact rule, but the most possible only
+    of what is known here.
+
+    Args:
+        tokens: [B, N], negative where padded; equal siblings may stay.
+        tree: the shape.
+        drawn: [B, N], the base model's draw after each node.
+        base_probs: [B, N, V].
+        chance: the random choices.
+        bound: of the distance.
+        measure: ``tv`` or ``kl``.
+
+    Returns:
+        [B, N], what is written after each node.
+    """
+    one_of("measure", measure, "tv", "kl")
+    parents = batched(tree, tree.parents).expand_as(tokens)
+    above = parents.clamp(min=0)
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+    likely = base_probs[rows, above, tokens.clamp(min=0)]  # [B, N], of each node after its parent
+    nodes = torch.arange(tokens.shape[1], device=tokens.device)
+    child = (parents[:, None, :] == nodes[:, None]) & (tokens >= 0)[:, None, :]  # [B, node, child]
+    best, which = torch.where(child, likely[:, None, :], -1.0).max(-1)
+    guess = tokens.gather(1, which)
+    hit = (child & (tokens[:, None, :] == drawn[..., None])).any(-1)
+    possible = best > 0
+    rate = best * _swing(bound) if measure == "kl" else torch.full_like(best, bound)
+    rate = torch.where(possible, rate, 0)
+    takes = torch.stack([chance.accept(rate[:, node], node) for node in nodes.tolist()], dim=1)
+    return torch.where(takes & ~hit & possible, guess, drawn)
+
+
+def _swing(bound: float) -> float:
+    """Return l, see :func:`converted`."""
+
+    def allowed(swing: Tensor) -> Tensor:
+        ends = torch.stack([1 + swing, 1 - swing])
+        return torch.special.xlogy(ends, ends).mean(0) <= bound
+
+    low, high = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    return float(_largest(low, high, allowed))
+
+
 def _largest(low: Tensor, high: Tensor, allowed: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the largest numbers between ``low`` and ``high``, the former of which are allowed."""
     for _ in range(60):  # halved to the last bit

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import HeadsConfig
 from specheads.decoding.costs import Blank
+from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import Settings, decode
 from specheads.decoding.stream import Job, Stream
 from specheads.drafters.contract import Drafter
@@ -238,3 +239,16 @@ def test_rows_that_come_later_get_what_they_would_get_alone(name: str, piece: in
 
     found = {job.seed: row.new_tokens for ended in stream.run(take) for job, row in ended}
     assert found == alone
+
+
+@pytest.mark.parametrize("name", [*DETERMINISTIC, *SAMPLED])
+def test_beams_go_their_own_ways(name: str) -> None:
+    """Prevents beams of one parent that share a drafter's state, and guesses that change beams."""
+    made = {name: make for name, (make, _) in DETERMINISTIC.items()} | SAMPLED
+    ids, mask = padded(ROWS[:2]).values()
+    how: dict[str, Any] = {"attention_mask": mask, "num_beams": 3, "temperature": 0.0}
+    plain = SpecDecoder(base(), None).generate(ids, 14, **how)
+    found = SpecDecoder(base(), made[name]()).generate(ids, 14, **how)
+    torch.testing.assert_close(found.sequences_scores, plain.sequences_scores, atol=1e-4, rtol=0)
+    assert found.sequences.equal(plain.sequences)
+    assert found.num_steps <= plain.num_steps

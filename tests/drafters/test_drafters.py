@@ -99,7 +99,7 @@ def test_guesses_follow_the_noise_of_the_base_models_draws(
     state = drafter.observe(state, result)
     check_first_guesses(drafter, state, [(0, 8), (1, 7)], kept)
     check_first_guesses(drafter, drafter.select(state, torch.tensor([1])), [(1, 7)], kept)
-    elsewhere = drafter.start(replace(read, lossless=False))  # rules that do not look at draws
+    elsewhere = drafter.start(replace(read, follows_draws=False))  # rules that do not look at draws
     assert elsewhere.draws.sampler.temperature == 0
 
 

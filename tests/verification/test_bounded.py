@@ -15,7 +15,15 @@ from torch import Tensor
 from specheads.attention.tree import RowTrees, Tree
 from specheads.decoding.accept import BOUNDED, Acceptance
 from specheads.drafters.contract import Candidates
-from specheads.verification.acceptance import divergences, guessed, leniently, reject, tilted
+from specheads.verification.acceptance import (
+    _swing,
+    converted,
+    divergences,
+    guessed,
+    leniently,
+    reject,
+    tilted,
+)
 from tests.enumeration import (
     Outcomes,
     Rule,
@@ -238,3 +246,55 @@ def test_bounds_are_checked() -> None:
             Acceptance(rule, bound=bound)
     assert math.isclose(Acceptance("lossy_kl", bound=3.0).bound, 3.0)
     assert partial(Acceptance, "lossy_kl")().lossless
+
+
+@pytest.mark.parametrize("rule,bound", CASES)
+def test_conversions_keep_the_bound_of_guesses_that_follow_the_noise(
+    rule: str, bound: float
+) -> None:
+    """Prevents a bound that holds only where what is guessed is independent of what is drawn.
+
+    The law of the next token, over all noise: guesses are the best of the draft's scores with the
+    noise of the draw, as heads make them. A mixture over many draws, each with its chances summed.
+    """
+    generator = torch.Generator().manual_seed(1)
+    base = torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=torch.float64)
+    draft = torch.tensor([0.2, 0.3, 0.1, 0.4], dtype=torch.float64)
+    num = 60_000
+    noise = -(-torch.rand(num, 4, generator=generator, dtype=torch.float64).log()).log()
+    drawn = (base.log() + noise).argmax(-1)
+    tokens = torch.cat([torch.zeros(num, 1).long(), (draft.log() + noise).topk(2).indices], 1)
+    tree = Tree.from_choices([(0,), (1,)])
+    law, rates = torch.zeros(4, dtype=torch.float64), []
+
+    class Noted:
+        """Says no, and keeps what was asked."""
+
+        def accept(self, probability: Tensor, site: int) -> Tensor:
+            if site == 0:
+                rates.append(probability)
+            return torch.ones_like(probability, dtype=torch.bool)
+
+    at_nodes = torch.stack([drawn, drawn, drawn], 1)
+    probs = base.expand(num, 3, 4)
+    chance: Any = Noted()
+    turned = converted(tokens, tree, at_nodes, probs, chance, bound, BOUNDED[rule])[:, 0]
+    rate = torch.where(turned == drawn, 0.0, rates[0])
+    law.scatter_add_(0, drawn, 1 - rate).scatter_add_(0, turned, rate)
+    law /= num
+    sampled = torch.bincount(drawn, minlength=4).double() / num  # with the error of the sample
+    kl, tv = divergences(law, sampled).tolist()
+    assert (kl if rule == "lossy_kl" else tv) <= bound
+    assert tv > bound / 20, "nothing was converted: the bound is not tested"
+    missed = float((tokens[:, 1:] != drawn[:, None]).all(-1).double().mean())
+    assert float(rate.mean()) <= missed
+
+
+@pytest.mark.parametrize("bound", [0.001, 0.05, 0.3, math.log(2), 5.0])
+def test_the_swing_is_the_largest_within_the_bound(bound: float) -> None:
+    """Prevents a swing beyond the bound: two tokens at both ends reach it."""
+    swing = _swing(bound)
+    assert 0 < swing <= 1
+    ends = torch.tensor([1 + swing, 1 - swing], dtype=torch.float64) / 2
+    kl = float(divergences(ends, torch.tensor([0.5, 0.5], dtype=torch.float64))[0])
+    assert kl == pytest.approx(min(bound, math.log(2)), abs=1e-9)

@@ -1,11 +1,12 @@
-"""Typical acceptance is lossy: how much faster, and how far from the base model's distribution.
+"""Lossy rules: how much faster, and how far from the base model's distribution.
 
-Decodes the same prompts with plain decoding, the exact tree, and typical acceptance (Medusa,
-arXiv:2401.10774, section 2.3.1) at several thresholds epsilon with delta = sqrt(epsilon), then lets
-the base model read every text: what it finds typical is more likely than what it would draw. An
-exact method gives texts whose mean log-likelihood is minus the base's entropy, as plain sampling's.
+Decodes the same prompts with plain decoding, by the exact rule, and by every lossy rule at several
+bounds, then lets the base model read every text: a rule that likes what is likely anyway writes
+texts that are more likely than what the base would draw. An exact method gives texts whose mean
+log-likelihood is minus the base's entropy, as plain sampling's.
 
-    python scripts/bench_typical.py --checkpoint runs/hydra/export
+    python scripts/bench_lossy.py --checkpoint smollm2
+    python scripts/bench_lossy.py --checkpoint data/checkpoints/hydra --drafter draft
 """
 
 import math
@@ -19,27 +20,58 @@ import harness
 import torch
 from transformers import PreTrainedModel
 
+from specheads.config import DecodeConfig
 from specheads.decoding.accept import Acceptance
-from specheads.decoding.result import DecodedRow
+from specheads.decoding.exported import Subject, choose_drafter
+from specheads.decoding.result import DecodedRow, mean_divergence
 from specheads.measure.bench import Contest
 from specheads.measure.clock import Prompt, clock
+from specheads.measure.quality import agreement
 from specheads.measure.rows import rep8
 from specheads.models.checkpoint import load_export
 from specheads.system import hardware
 
-THRESHOLDS = (0.05, 0.09, 0.15)
+RULES = {
+    "exact": Acceptance(),
+    **{f"kl {bound:g}": Acceptance("lossy_kl", bound=bound) for bound in (0.01, 0.05, 0.2)},
+    **{f"tv {bound:g}": Acceptance("lossy_tv", bound=bound) for bound in (0.03, 0.1, 0.3)},
+    **{f"lenience {of:g}": Acceptance("lossy_lenient", lenience=of) for of in (0.7, 0.4)},
+    **{
+        f"typical {epsilon:g}": Acceptance(
+            "lossy_typical", epsilon=epsilon, delta=math.sqrt(epsilon)
+        )
+        for epsilon in (0.05, 0.09, 0.15)
+    },
+}
 
 
 @dataclass
 class Settings:
-    """What is decoded."""
+    """What is decoded.
 
-    checkpoint: Path = Path("runs/hydra/export")
-    out: Path = Path("benchmarks/tinycode_typical.json")
+    Attributes:
+        checkpoint: an export
+        drafter: of decode.drafter's names
+        draft: folder of the draft model, where the drafter is one
+        draft_sampling: how it guesses
+        num_prompts: that none of the drafters was trained on
+        max_new_tokens: of each text
+        repeats: clocked rounds
+        temperature: of the sampling
+        dtype: of the weights
+        out: write the JSON there
+    """
+
+    checkpoint: str = "data/checkpoints/hydra"
+    drafter: str = "heads"
+    draft: str = ""
+    draft_sampling: str = "sampled"
     num_prompts: int = 48
     max_new_tokens: int = 128
     repeats: int = 3
     temperature: float = 1.0
+    dtype: str = "auto"
+    out: Path = Path("benchmarks/lossy.json")
 
 
 @torch.inference_mode()
@@ -75,15 +107,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = harness.parse(Settings, argv)
     hardware.pin_threads(0)
     limit = given.max_new_tokens
-    export, prompts, digest = harness.open_export(given.checkpoint, given.num_prompts, limit)
+    export, prompts, digest = harness.open_export(
+        given.checkpoint, given.num_prompts, limit, dtype=given.dtype
+    )
     base, contest = export.base, Contest.of(export, limit)
-    drafter, nodes = harness.tree_drafter(export), export.tree.num_nodes
-    rules = {"exact": Acceptance()}
-    for epsilon in THRESHOLDS:
-        typical = Acceptance("lossy_typical", epsilon=epsilon, delta=math.sqrt(epsilon))
-        rules[f"typical_{epsilon:g}"] = typical
-    drafted = [contest.ours(name, drafter, nodes, rule=rule) for name, rule in rules.items()]
-    methods = [contest.ours(), *drafted]
+    decode = DecodeConfig(
+        drafter=given.drafter, draft=given.draft, draft_sampling=given.draft_sampling
+    )
+    chosen = choose_drafter(Subject(base, export.tokenizer, export), decode)
+    methods = [contest.ours()]
+    for name, rule in RULES.items():
+        methods.append(contest.ours(name, chosen.drafter, chosen.num_nodes, rule=rule))
     runs = clock(methods, prompts, given.temperature, repeats=given.repeats)
     plain = runs["plain"]
     # not clocked beside them: a speed-up of greedy decoding would be of other texts
@@ -97,11 +131,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         length, bounds = harness.accepted(of.decoded)
         found = distance(judge, prompts, of.decoded, given.temperature)
         row = {"method": name, "speedup_vs_plain": ratios, "accept_length": length}
-        row |= {"accept_length_ci95": bounds, **found}
+        row |= {"accept_length_ci95": bounds, **found, **mean_divergence(of.decoded)}
+        texts = ([text.new_tokens for text in r.decoded] for r in (of, plain))
+        row["common_prefix"] = agreement(*texts)["common_prefix"]
         rows.append(row | {"rep8": statistics.fmean(rep8(t.new_tokens) for t in of.decoded)})
-    about = {"checkpoint": given.checkpoint.name, "prompts_sha256": digest, "tree_nodes": nodes}
-    dtype = str(base.dtype).removeprefix("torch.")
-    harness.publish(given, rows, about | {"dtype": dtype})
+    about = {"prompts_sha256": digest, "tree_nodes": chosen.num_nodes}
+    about["dtype"] = str(base.dtype).removeprefix("torch.")
+    harness.publish(given, rows, about)
 
 
 if __name__ == "__main__":
