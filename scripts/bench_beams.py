@@ -115,8 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             }
             print(row, flush=True)
             rows.append(row)
-    about = {"prompts_sha256": digest, "dtype": str(export.base.dtype).removeprefix("torch.")}
-    harness.write(given.out, harness.report(given, rows=rows, **about))
+    harness.write(given.out, harness.report(given, rows=rows, prompts_sha256=digest))
 
 
 if __name__ == "__main__":

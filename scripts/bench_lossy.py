@@ -71,7 +71,7 @@ class Settings:
     repeats: int = 3
     temperature: float = 1.0
     dtype: str = "auto"
-    out: Path = Path("benchmarks/lossy.json")
+    out: Path = Path("benchmarks/lossy/tinycode_heads.json")
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from math import isnan
 from pathlib import Path
 from statistics import harmonic_mean, median
 from typing import Any
@@ -300,18 +301,76 @@ def identical(read: Read, file: str) -> str:
     )
 
 
-def typical(read: Read) -> str:
-    """Return typical acceptance beside exact decoding."""
+def lossy(read: Read, file: str) -> str:
+    """Return lossy rules beside exact decoding: speed, and how far from the base."""
+    found = read(file)
     lines = []
-    for row in read("tinycode_typical")["rows"]:
-        found = row["speedup_vs_plain"]
-        clock = f"{median(found):.2f}x | {row['accept_length']:.2f}" if found else " | "
+    for row in found["rows"]:
+        clocked, off = row["speedup_vs_plain"], ""
+        clock = f"{median(clocked):.2f}x | {row['accept_length']:.2f}" if clocked else " | "
+        if (tv := row.get("tv")) is not None:
+            off = f"{'' if isnan(row['kl']) else format(row['kl'], '.4f')} | {tv:.4f}"
         lines.append(
-            f"{row['method'].replace('_', ', epsilon ')} | {clock} | {row['nats']:.3f}"
-            f" | {row['entropy']:.3f} | {row['not_best']:.1%} | {row['rep8']:.2f}"
+            f"{row['method']} | {clock} | {off or ' | '} | {row['nats']:.3f}"
+            f" | {row['not_best']:.1%} | {row['common_prefix']:.0f} | {row['rep8']:.2f}"
         )
-    head = "nats per token | the base's entropy | not its best token | rep8"
-    return table(f"rule | speed-up | accept length | {head}", lines)
+    head = "nats per token | not its best token | tokens alike | rep8"
+    rows = table(f"rule | speed-up | accept length | KL | TV | {head}", lines)
+    return f"{rows}\n\n{done_on(found)} ([Raw](../benchmarks/{file}.json).)"
+
+
+def beams(read: Read, file: str) -> str:
+    """Return searches with drafted trees beside transformers' own."""
+    found = read(file)
+    lines = [
+        f"{row['beams']} | {row['method']} | {speedup_of(row['speedup'])} | {row['passes']:.2f}"
+        f" | {row['equal']}/{row['compared']} | {row['score_difference']:.0e}"
+        for row in found["rows"]
+    ]
+    head = "beams | method | times as fast (quartiles) | passes | equal beams"
+    rows = table(f"{head} | largest difference of scores", lines)
+    return f"{rows}\n\n{done_on(found)}"
+
+
+def done_on(found: dict[str, Any]) -> str:
+    """Return dtype, machine and date of an experiment."""
+    place, settings = found["environment"], found["settings"]
+    return (
+        f"{settings['dtype']}, {place['threads']} threads of {place['processor']}, torch"
+        f" {place['torch']}, {place['date']}."
+    )
+
+
+def speedup_of(found: dict[str, float]) -> str:
+    """Return a ratio and its quartiles."""
+    return f"{found['median']:.2f}x ({found['q25']:.2f}-{found['q75']:.2f})"
+
+
+def invariant(read: Read) -> str:
+    """Return how many texts are plain decoding's with invariant passes, and what these cost."""
+    found = read("rounding")
+    heads = ("temperature", "nodes", "batch")
+    with_, without = (
+        {tuple(row[key] for key in heads): row for row in found["texts"] if row["way"] == way}
+        for way in ("alike", "shape")
+    )
+    lines = []
+    for key, row in with_.items():
+        each = row["equal"] + row["differ"]
+        other = without.get(key)
+        beside = f"{other['equal']}/{other['equal'] + other['differ']}" if other else ""
+        lines.append(f"{key[0]:g} | {key[1]} | {key[2]} | {row['equal']}/{each} | {beside}")
+    texts = table("T | nodes | batch | texts equal to plain decoding's | without the mode", lines)
+    contexts = sorted({row["context"] for row in found["costs"]})
+    costs = []
+    for nodes in sorted({row["nodes"] for row in found["costs"]}):
+        of = {row["context"]: row["ratio"] for row in found["costs"] if row["nodes"] == nodes}
+        costs.append(" | ".join([str(nodes), *(f"{of[each]['median']:.2f}" for each in contexts)]))
+    head = "nodes | " + " | ".join(f"behind {each} tokens" for each in contexts)
+    return (
+        f"{texts}\n\nA pass takes so many times as long as without ({done_on(found)[:-1]}):\n\n"
+        + table(head, costs)
+    )
 
 
 def quality(read: Read) -> str:

@@ -34,7 +34,8 @@ distill: Any = load_script("bench_distill")
 equal: Any = load_script("bench_equal")
 medusa: Any = load_script("bench_medusa")
 mtp: Any = load_script("bench_mtp")
-typical: Any = load_script("bench_typical")
+beams: Any = load_script("bench_beams")
+lossy: Any = load_script("bench_lossy")
 
 
 def test_all_heads_get_the_same(tmp_path: Path) -> None:
@@ -441,7 +442,7 @@ def test_likelihood_and_entropy_by_the_definition(tiny_llama: LlamaForCausalLM) 
     """Scored one position off, every text looks as unlikely as noise."""
     prompt = Prompt("p", "k", torch.tensor([[5, 9, 2]]))
     texts = [DecodedRow([7, 11, 3], [3], finished=True)]
-    found = typical.distance(tiny_llama, [prompt], texts, 0.7)
+    found = lossy.distance(tiny_llama, [prompt], texts, 0.7)
     ids, nats, entropy, others = [5, 9, 2], 0.0, 0.0, 0
     for token in texts[0].new_tokens:
         with torch.no_grad():
@@ -487,14 +488,25 @@ def test_fixed_sizes_are_clocked_beside_those_that_follow_the_text(
         assert len({each["identical"] for each in found.values()} - {0}) == 1
 
 
-def test_typical_acceptance_is_scored(tiny_export: Path, tmp_path: Path) -> None:
+def test_lossy_rules_are_scored(tiny_export: Path, tmp_path: Path) -> None:
     """As above: figures of other rules than the rows are called after, or of none."""
-    out = tmp_path / "typical.json"
+    out = tmp_path / "lossy.json"
     few = f"--checkpoint {tiny_export} --num-prompts 2 --max-new-tokens 8 --repeats 1 --out {out}"
-    typical.main(few.split())
+    lossy.main(few.split())
     rows = {row["method"]: row for row in json.loads(out.read_text())["rows"]}
-    names = [f"typical_{each:g}" for each in typical.THRESHOLDS]
-    assert list(rows) == ["plain", "exact", *names, "greedy"]
+    assert list(rows) == ["plain", *lossy.RULES, "greedy"]
     assert rows["plain"]["speedup_vs_plain"] == [1.0] and rows["greedy"]["speedup_vs_plain"] == []
     assert rows["greedy"]["not_best"] <= rows["plain"]["not_best"]
     assert all(row["accept_length"] >= 1 for row in rows.values())
+    assert {name for name, row in rows.items() if "tv" in row} == {*lossy.RULES} - {"exact"}
+
+
+def test_beams_are_searched_by_all(tiny_export: Path, tmp_path: Path) -> None:
+    """As above: other beams than transformers' behind a speed-up."""
+    out = tmp_path / "beams.json"
+    few = f"--checkpoint {tiny_export} --num-prompts 2 --max-new-tokens 8 --beams 2 --out {out}"
+    beams.main(few.split())
+    rows = {row["method"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == ["transformers", "plain", "heads", "suffix"]
+    assert all(row["equal"] == 2 and row["score_difference"] < 1e-4 for row in rows.values())
+    assert rows["plain"]["passes"] == 1.0 and rows["heads"]["passes"] <= 1.0
