@@ -7,10 +7,11 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from specheads.config import ConfigError, GenerateConfig
+from specheads.config import ConfigError, DecodeConfig, GenerateConfig
 from specheads.config.main import take_literals
 from specheads.generate import run
 from specheads.system.terminal import harmless
@@ -65,6 +66,25 @@ def test_tree_writes_what_plain_writes(
     colored = text_of(capsys, **settings, color="always")
     assert "\x1b[" in colored and "\x1b[" not in tree
     assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == tree
+
+
+def test_a_lossy_rule_says_how_far_it_was(
+    tiny_export: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prevents a text of another distribution that looks like the base's."""
+    given: dict[str, Any] = {
+        "checkpoint": str(tiny_export),
+        "prompt": "def f(x):",
+        "temperature": 1.0,
+    }
+    for drafter, said in (
+        ("heads", "of the tokens are not the base's draws"),
+        ("suffix", "KL in nats"),
+    ):
+        decode = DecodeConfig(drafter=drafter, acceptance="lossy_kl", bound=0.05)
+        run(GenerateConfig(**given, max_new_tokens=24, decode=decode))
+        told = capsys.readouterr().err
+        assert "lossy_kl, bound 0.05: " in told and said in told
 
 
 class Screen(io.StringIO):

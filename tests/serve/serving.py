@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
 import uvicorn
 
 from specheads.config import ServeConfig
+from specheads.decoding.generate import SpecDecoder
 from specheads.serve import listening, serve
 from specheads.serve.api import Server
 from specheads.serve.engine import Engine
@@ -19,12 +20,14 @@ from tests.serve.test_engine import HYDRA, decoders
 
 
 @contextlib.contextmanager
-def served(key: str = "", **changes: Any) -> Iterator[str]:
-    """Yield its address."""
+def served(
+    key: str = "", made: Mapping[str, SpecDecoder] | None = None, **changes: Any
+) -> Iterator[str]:
+    """Yield its address; ``made`` are other decoders than the usual."""
     config = ServeConfig(checkpoint=HYDRA, port=0, grace=0.5, **changes)
     bound = listening(config)
     engine = Engine(
-        decoders(),
+        made or decoders(),
         batch_size=config.batch_size,
         queue=config.queue,
         piece=config.piece,

@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ import pytest
 from specheads.config import RunError, ServeConfig
 from specheads.config.commands import TextSettings
 from specheads.data.chat import Encoder
+from specheads.decoding.accept import Acceptance
 from specheads.decoding.conversation import text_of
 from specheads.decoding.generate import decode_prompts
 from specheads.serve import listening
@@ -317,6 +319,18 @@ def test_metrics(client: openai.OpenAI, url: str) -> None:
     assert tokens > steps > 0
     assert float(found['specheads_requests_total{status="200"}']) > 0
     assert found["specheads_running"] == "0.0"
+
+
+def test_what_a_lossy_rule_writes_is_called_so() -> None:
+    """Prevents answers of another distribution that nobody is told about."""
+    rule = Acceptance("lossy_kl", bound=0.05)
+    made = {name: replace(each, acceptance=rule) for name, each in decoders().items()}
+    with served(made=made) as url:
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["lossy"] == "lossy_kl, bound 0.05"
+        for drafter, label in (("heads", "lossy_kl, bound 0.05"), ("plain", None)):
+            body = {"prompt": CODE, "max_tokens": 4, "drafter": drafter, "temperature": 1}
+            found = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            assert found.get("lossy") == label
 
 
 def test_a_port_that_is_taken() -> None:
