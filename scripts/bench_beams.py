@@ -1,7 +1,7 @@
 """Beam search with drafted trees beside transformers' own: equal beams, passes, time.
 
-    python scripts/bench_beams.py --checkpoint smollm2 --drafters heads suffix heads+suffix
-    python scripts/bench_beams.py --checkpoint data/checkpoints/hydra --drafters heads draft suffix
+    python scripts/bench_beams.py --checkpoint data/checkpoints/smollm2
+    python scripts/bench_beams.py --drafters plain heads draft suffix
 
 Every prompt is continued by transformers' ``generate(num_beams=W)`` and by ours with each drafter,
 one after the other, in another order for every prompt. Ratios are of the time for one prompt, their

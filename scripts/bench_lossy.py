@@ -5,7 +5,7 @@ bounds, then lets the base model read every text: a rule that likes what is like
 texts that are more likely than what the base would draw. An exact method gives texts whose mean
 log-likelihood is minus the base's entropy, as plain sampling's.
 
-    python scripts/bench_lossy.py --checkpoint smollm2
+    python scripts/bench_lossy.py --checkpoint data/checkpoints/smollm2
     python scripts/bench_lossy.py --checkpoint data/checkpoints/hydra --drafter draft
 """
 
