@@ -58,6 +58,7 @@ class Settings:
         tree_nodes: texts: of the drafter's trees
         temperatures: texts: of the sampling
         batches: texts: prompts that are drafted for together
+        ways: texts: without it ("shape"), with it ("alike"), or both
         hit_rate: texts: share of the drafter's best guesses that are right
         out: write the JSON there
     """
@@ -75,6 +76,7 @@ class Settings:
     tree_nodes: tuple[int, ...] = (12, 16)
     temperatures: tuple[float, ...] = (0.0, 0.7)
     batches: tuple[int, ...] = (1, 4)
+    ways: tuple[Literal["shape", "alike"], ...] = ("shape", "alike")
     hit_rate: float = 0.5
     seed: int = 0
     out: Path | None = None
@@ -212,7 +214,8 @@ def texts(model: PreTrainedModel, given: Settings, tokenizer: Any) -> list[dict[
     settings = {"max_new_tokens": limit, "eos_token_ids": end_tokens(model, tokenizer)}
     for temperature in given.temperatures:
         samplers = [Sampler(temperature, seed=number) for number in range(len(prompts))]
-        for name, alike in WAYS.items():
+        for name in given.ways:
+            alike = WAYS[name]
             plain = [
                 plain_decode(
                     model, prompt.input_ids, invariant=alike, sampler=sampler, **settings

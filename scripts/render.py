@@ -349,18 +349,11 @@ def speedup_of(found: dict[str, float]) -> str:
 def invariant(read: Read) -> str:
     """Return how many texts are plain decoding's with invariant passes, and what these cost."""
     found = read("rounding")
-    heads = ("temperature", "nodes", "batch")
-    with_, without = (
-        {tuple(row[key] for key in heads): row for row in found["texts"] if row["way"] == way}
-        for way in ("alike", "shape")
-    )
     lines = []
-    for key, row in with_.items():
-        each = row["equal"] + row["differ"]
-        other = without.get(key)
-        beside = f"{other['equal']}/{other['equal'] + other['differ']}" if other else ""
-        lines.append(f"{key[0]:g} | {key[1]} | {key[2]} | {row['equal']}/{each} | {beside}")
-    texts = table("T | nodes | batch | texts equal to plain decoding's | without the mode", lines)
+    for row in found["texts"]:
+        shape = " | ".join(f"{row[key]:g}" for key in ("temperature", "nodes", "batch"))
+        lines.append(f"{shape} | {row['equal']}/{row['equal'] + row['differ']}")
+    texts = table("T | nodes | batch | texts equal to plain decoding's", lines)
     contexts = sorted({row["context"] for row in found["costs"]})
     costs = []
     for nodes in sorted({row["nodes"] for row in found["costs"]}):
