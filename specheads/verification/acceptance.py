@@ -14,6 +14,7 @@ what comes out in place of the base model's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -428,6 +429,7 @@ def converted(
     return torch.where(takes & ~hit & possible, guess, drawn)
 
 
+@lru_cache(maxsize=8)
 def _swing(bound: float) -> float:
     """Return l, see :func:`converted`."""
 
@@ -441,7 +443,7 @@ def _swing(bound: float) -> float:
 
 def _largest(low: Tensor, high: Tensor, allowed: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the largest numbers between ``low`` and ``high``, the former of which are allowed."""
-    for _ in range(60):  # halved to the last bit
+    for _ in range(40):
         middle = (low + high) / 2
         within = allowed(middle)
         low, high = torch.where(within, middle, low), torch.where(within, high, middle)
@@ -468,8 +470,9 @@ def _clamped(base_probs: Tensor, draft_probs: Tensor, bound: float) -> Tensor:
     Tokens are sorted by r = q / p. For every c there is one c' at which the sum is 1; both KL and
     acceptance grow with c, which is found by halving.
     """
-    p = base_probs.double()
-    q = torch.where(p > 0, draft_probs.double(), 0)
+    p, q = base_probs.double(), torch.where(base_probs > 0, draft_probs, 0).double()
+    # sums that are 1 to the last bit of float32 only would count a billion times where r is large
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True).clamp(min=1)
     ratio = (q / p).nan_to_num(0)
     r, order = ratio.sort(-1)
     sorted_p, sorted_q = p.gather(-1, order), q.gather(-1, order)
@@ -478,12 +481,13 @@ def _clamped(base_probs: Tensor, draft_probs: Tensor, bound: float) -> Tensor:
         torch.nn.functional.pad(each.cumsum(-1), (1, 0))
         for each in (sorted_p, sorted_q, torch.special.xlogy(sorted_q, r))
     )
+    from_there = torch.nn.functional.pad(sorted_p.flip(-1).cumsum(-1).flip(-1), (0, 1))
     least = r * below[..., :-1] - drafted[..., :-1]  # what raising all before the k-th to it takes
 
     def at(highest: Tensor) -> tuple[Tensor, Tensor]:
         """Return c' and KL(h || p) for c, each [..., 1]."""
         j = torch.searchsorted(r, highest)
-        above = 1 - below.gather(-1, j)
+        above = from_there.gather(-1, j)
         spare = 1 - highest * above - drafted.gather(-1, j)
         k = torch.searchsorted(least, spare).clamp(min=1)
         held = below.gather(-1, k)
