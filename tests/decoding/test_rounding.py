@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -265,6 +265,24 @@ def test_batches_write_what_each_prompt_gives_alone(
     drafted = decode(model, drafter, ids, **how)
     assert [row.new_tokens for row in drafted.rows] == plain
     assert drafted.num_steps <= 23
+
+
+def test_prompts_of_a_batch_are_read_alone(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prevents prompts that round by their neighbours, which small models do not show."""
+    rows: list[int] = []
+    read = ModelPass.read
+
+    def noted(base: ModelPass, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        rows.extend([len(tokens)] * (tokens.shape[1] > 1))
+        return read(base, tokens, counts)
+
+    monkeypatch.setattr(ModelPass, "read", noted)
+    for invariant, expected in ((True, [1, 1, 1]), (False, [3])):
+        rows.clear()
+        plain_decode(model, torch.ones(3, 9).long(), max_new_tokens=2, invariant=invariant)
+        assert rows == expected
 
 
 @torch.inference_mode()
