@@ -72,7 +72,7 @@ def run(config: QualityConfig) -> None:
         },
         "original": name or None,
         "why_no_original": why_none,
-        "rule": rule.label or rule.rule,
+        "rule": config.decode.acceptance,
         "left_out": left_out,
         "heldout": quality.summarise(readings),
         "texts": texts,
