@@ -221,17 +221,19 @@ def _walk_converted(
     Of the divergence is known how often tokens differ from the draws, which their total variation
     is at most on average.
     """
-    scored = chooser.at_nodes(candidates, logits, rows)
-    drawn, sampler = scored.best(), chooser.sampler
-    tokens, tree = candidates.tokens.to(logits.device), candidates.tree
-    measure, base_probs = BOUNDED[acceptance.rule], sampler.probs(scored.processed)
+    sampler, tree = chooser.sampler, candidates.tree
+    # of all nodes: a draw that is converted leads where the base's own draws would not
+    _, processed = chooser.processors.at_nodes(candidates, logits, rows)
+    drawn = sampler.tree_scores(processed, tree, rows.roots, rows.numbers).max(-1).indices
+    tokens, base_probs = candidates.tokens.to(logits.device), sampler.probs(processed)
+    measure = BOUNDED[acceptance.rule]
     chance = _chance(chooser, rows, tree.num_nodes, logits.device)
     written = rules.converted(tokens, tree, drawn, base_probs, chance, acceptance.bound, measure)
     follow = follow_on_host if logits.device.type == "cpu" else follow_on_device
     followed, _ = follow(candidates, written, lambda path: torch.zeros_like(path, dtype=torch.bool))
     differs = (written != drawn).gather(1, followed[0].clamp(min=0)).to(base_probs)
     divergence = torch.stack([torch.full_like(differs, torch.nan), differs], dim=-1)
-    return written, scored.processed, followed, divergence
+    return written, processed, followed, divergence
 
 
 def _chance(chooser: Chooser, rows: Rows, num_sites: int, device: torch.device) -> Chance:

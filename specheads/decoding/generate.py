@@ -379,6 +379,7 @@ class SpecDecoder:
         given = {
             "streamer": self.streamer,
             "on_tokens": self.on_tokens,
+            "invariant": self.invariant,
             "a lossy acceptance": self.acceptance and not self.acceptance.lossless,
             "a stream": self.decode is not decode,  # which decodes later, step by step
         }

@@ -52,7 +52,7 @@ def drafters(model: PreTrainedModel) -> dict[str, Drafter]:
     }
 
 
-def check_beams(theirs: Any, ours: Any, ids: Tensor, width: int) -> int:
+def check_beams(theirs: Any, ours: Any) -> int:
     """Compare sequences and scores; return how many texts differ, all of them near-ties."""
     scores = (theirs.sequences_scores - ours.sequences_scores).abs()
     num = min(theirs.sequences.shape[1], ours.sequences.shape[1])
@@ -91,7 +91,7 @@ def test_beams_are_those_of_transformers(name: str) -> None:
             for drafter in drafters(model).values():
                 decoder = SpecDecoder(model, drafter)
                 ours: Any = model.generate(ids, custom_generate=decoder, **given)  # type: ignore[operator]
-                differing += check_beams(theirs, ours, ids, width)
+                differing += check_beams(theirs, ours)
                 compared += len(theirs.sequences)
                 assert decoder.last_result is not None
                 passes += decoder.last_result.num_steps
@@ -121,6 +121,8 @@ def test_what_does_not_go_with_beams() -> None:
     lossy = SpecDecoder(model, None, acceptance=Acceptance("lossy_kl", bound=0.1))
     with pytest.raises(ValueError, match="lossy"):
         lossy.generate(ids, **given)
+    with pytest.raises(ValueError, match="invariant"):
+        SpecDecoder(model, None, invariant=True).generate(ids, **given)
     with pytest.raises(ValueError, match="on_tokens"):
         SpecDecoder(model, None).generate(ids, on_tokens=lambda *_: None, **given)
     with pytest.raises(ValueError, match="beam_sample"):

@@ -11,10 +11,16 @@ import pytest
 import torch
 from scipy.optimize import linprog, minimize
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from specheads.attention.tree import RowTrees, Tree
 from specheads.decoding.accept import BOUNDED, Acceptance
+from specheads.decoding.generate import SpecDecoder
 from specheads.drafters.contract import Candidates
+from specheads.drafters.heads import static_drafter
+from specheads.drafters.lookup import SuffixDrafter
+from specheads.models.heads import MedusaHeads
+from specheads.models.output import output_layer
 from specheads.verification.acceptance import (
     _swing,
     converted,
@@ -24,6 +30,7 @@ from specheads.verification.acceptance import (
     reject,
     tilted,
 )
+from tests import zoo
 from tests.enumeration import (
     Outcomes,
     Rule,
@@ -318,3 +325,21 @@ def test_the_swing_is_the_largest_within_the_bound(bound: float) -> None:
     ends = torch.tensor([1 + swing, 1 - swing], dtype=torch.float64) / 2
     kl = float(divergences(ends, torch.tensor([0.5, 0.5], dtype=torch.float64))[0])
     assert kl == pytest.approx(min(bound, math.log(2)), abs=1e-9)
+
+
+@pytest.mark.parametrize("drafter", ["heads", "suffix"])
+def test_processors_that_keep_a_state_are_refused(drafter: str) -> None:
+    """Prevents a processor that is not asked where a draw was turned into a guess."""
+    model, ids = zoo.build("llama"), torch.tensor([[5, 6, 7, 5, 6]])
+
+    def forbids(_: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+    heads = MedusaHeads(2, 1, model.config.hidden_size, zoo.VOCAB)
+    tree = Tree.from_choices([(0,), (1,)])
+    by_heads = static_drafter(model, heads, output_layer(model), tree)
+    made: Any = by_heads if drafter == "heads" else SuffixDrafter()
+    decoder = SpecDecoder(model, made, acceptance=Acceptance("lossy_tv", bound=0.2))
+    processors = LogitsProcessorList([forbids])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="stateless"):
+        decoder.generate(ids, 12, temperature=1.0, logits_processor=processors)
