@@ -39,6 +39,7 @@ from specheads.models.kinds import Heads
 from specheads.models.manifest import read_provenance
 from specheads.models.output import OutputLayer
 from specheads.models.quantize import quantization_of
+from specheads.models.sharded import is_sharded, runnable, take_part
 from specheads.runs.log import Outcome, RunLog
 from specheads.system import dist, hardware, heartbeat
 from specheads.system.errors import refuse
@@ -247,7 +248,8 @@ class Speculation:
         if self.cfg.minutes:
             stage, _, _ = self.stage(self.cfg, None)
             parts = {"base": self.base, "heads": cast(nn.Module, self.heads)}
-            pace = plan_stage(stage, self.cfg, parts, self.output.weight).seconds_per_step
+            with runnable(self.base):
+                pace = plan_stage(stage, self.cfg, parts, self.output.weight).seconds_per_step
             steps = steps_for_time(self.cfg.minutes, pace)
             if dist.is_main():
                 print(f"{self.cfg.minutes:g} minutes: {steps:,} steps of {pace:.2f} s", flush=True)
@@ -267,6 +269,17 @@ class Speculation:
                 evaluation.describe_expected(self.heldout, self.heads, self.output, self.cfg.tree)
             )
 
+    def heldout_figures(
+        self, heldout: Sequence[dict[str, Any]], original: Original | None, *, tuned: bool
+    ) -> dict[str, float]:
+        """Return held-out losses of a tuned base and accuracies of the heads.
+
+        All ranks call it together where the base lies in parts.
+        """
+        with runnable(self.base):
+            figures = heldout_loss(self.base, self.output, heldout, original) if tuned else {}
+            return figures | heads_accuracy(self.base, self.heads, self.output, heldout)
+
     def export(
         self,
         log: RunLog,
@@ -276,7 +289,9 @@ class Speculation:
         tuned: bool = False,
         original: Original | None = None,
     ) -> None:
-        """Write the export, then choose its tree and measure it; on rank 0, alone.
+        """Write the export, then choose its tree and measure it; on rank 0.
+
+        Other ranks have something to do where the base lies in parts. No tree is searched then.
 
         Args:
             log: the open run directory.
@@ -289,10 +304,16 @@ class Speculation:
         Raises:
             RunError: if the disk is full.
         """
-        if not dist.is_main():
-            return
         cfg, base, heads = self.cfg, self.base, self.heads
-        if tuned and has_adapter(base) and merges(base, cfg.adapter.merge):
+        merged = tuned and has_adapter(base) and merges(base, cfg.adapter.merge)
+        in_parts = is_sharded(base)
+        if not dist.is_main():
+            if in_parts and tuned and (merged or not has_adapter(base)):
+                take_part(base)
+            if in_parts:
+                self.heldout_figures(heldout, original, tuned=tuned)
+            return
+        if merged and not in_parts:
             merge_adapter(base)  # what is measured from here on is what is exported
         name = "" if tuned and original is None else cfg.model.name
         export, count = Path(cfg.run_dir) / "export", heads.num_heads
@@ -311,22 +332,31 @@ class Speculation:
             quantization=quantization_of(base),
         )  # fmt: skip
         tuned_base = base if tuned else None
-        checkpoint.save_export(export, heads, self.tokenizer, tree, info, tuned_base=tuned_base)
+        checkpoint.save_export(
+            export, heads, self.tokenizer, tree, info, tuned_base=tuned_base, merge=merged
+        )
         with improving(export, log) as measuring:
             card.write(export, "native", checkpoint.read_config(export))
             figures: dict[str, float] = {}
             budget = measuring_time(cfg.evaluate, log)
             log.doing("measuring held-out loss and accuracy")
             with measuring("held-out loss and accuracy"):
+                figures = self.heldout_figures(heldout, original, tuned=tuned)
                 if tuned:
-                    figures = heldout_loss(base, self.output, heldout, original)
                     moved = ""
                     if original:
                         moved = f" tuned, {figures['original_loss']:.4f} original,"
                         moved += f" KL(original || tuned) {figures['kl']:.4f}"
                     log.say(f"held-out loss {figures['loss']:.4f}{moved} nats per token")
-                figures |= heads_accuracy(base, heads, self.output, heldout)
                 log.record(steps, {f"heldout/{key}": value for key, value in figures.items()})
+            if in_parts:
+                checkpoint.set_tree(export, tree, None, None, heldout=figures)
+                log.say(
+                    f"exported to {export} with a chain: no rank has the whole base to decode with;"
+                    f" python -m specheads.tree_search checkpoint={export} finds the tree on a"
+                    " machine that holds it, python -m specheads.bench measures"
+                )
+                return
             log.say("measuring trees ...")
             log.doing("measuring trees")
             base.eval()
@@ -433,6 +463,9 @@ class Drafting:
             card.write(export, "native", read_provenance(export) or {})
             if self.base.device.type == "meta":
                 log.say(f"not measured: {model.name} holds no weights to decode with")
+                return
+            if is_sharded(self.base):
+                log.say("not measured: no rank has the whole base to decode with")
                 return
             budget = measuring_time(cfg.evaluate, log)
             log.doing("measuring the draft model")

@@ -179,10 +179,15 @@ def described(
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    with contextlib.suppress(OSError):  # not every model has one
+    take_generation_config(model, name, revision)
+    return model
+
+
+def take_generation_config(model: PreTrainedModel, name: str, revision: str | None) -> None:
+    """Give a model that was built from its config the generation settings beside it, if any."""
+    with contextlib.suppress(OSError):  # not every model has them
         found = GenerationConfig.from_pretrained(resolve_name(name), revision=revision or "main")
         model.generation_config = found
-    return model
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:

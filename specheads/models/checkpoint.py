@@ -45,6 +45,7 @@ from specheads.models.mtp import MtpHeads
 from specheads.models.names import OURS, base_digest, resolve_name
 from specheads.models.packed import pack_linears
 from specheads.models.quantize import METHODS, quantization_of
+from specheads.models.sharded import is_sharded, save_sharded
 from specheads.system.files import shipped_export, whole_file, whole_folder
 from specheads.system.hub import fetched_export
 from specheads.system.redact import redact
@@ -61,6 +62,10 @@ def save_hf(
     An adapter is merged in what is written, and a quantised base under it dequantised. The caller's
     model stays as it is; ``dtype`` is that of the written tensors, None keeps theirs.
     """
+    if is_sharded(model):
+        save_sharded(folder, model, dtype)
+        _finish_model(folder, tokenizer, dtype)
+        return
     if has_adapter(model):
         model = plain_copy(model, model.dtype)
     _write_model(folder, model, cast_tensors(model.state_dict(), dtype), tokenizer, dtype)
@@ -109,6 +114,13 @@ def _write_model(
         model.save_pretrained(folder, state_dict=state)
     finally:
         logging.disable(silenced)
+    _finish_model(folder, tokenizer, dtype)
+
+
+def _finish_model(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | None
+) -> None:
+    """Write the tokenizer beside a model, and into its config the dtype of what was written."""
     if dtype is not None:
         config = manifest.read_json(folder / "config.json", "", strict=False)
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -271,6 +283,7 @@ def save_export(
     info: dict[str, Any],
     *,
     tuned_base: PreTrainedModel | None = None,
+    merge: bool = False,
     dtype: str | torch.dtype | None = None,
 ) -> None:
     """Write an export, whole or not at all; an earlier one at ``path`` is replaced at the end.
@@ -282,8 +295,9 @@ def save_export(
         tree: to decode with; :func:`set_tree` adds what was measured of it.
         info: from :func:`origin`, or the config.json of an export, of which the sections ``base``
             and ``training`` are taken.
-        tuned_base: the adapted base where the recipe changed it. An adapter stays one: merge it
-            before (:func:`specheads.models.adapters.merge_adapter`) to have it in ``base/``.
+        tuned_base: the adapted base where the recipe changed it. Of one in parts
+            (``models/sharded.py``) other ranks call ``take_part``.
+        merge: write a base with an adapter merged, to ``base/``; the adapter alone otherwise.
         dtype: of the saved tensors; None keeps each as it is.
 
     Raises:
@@ -296,7 +310,7 @@ def save_export(
     if not base["name"] and tuned_base is None:
         raise ValueError("base.name is empty, and there is no tuned_base to be found instead")
     target = None if dtype is None else torch_dtype(dtype)
-    adapter = tuned_base is not None and has_adapter(tuned_base)
+    adapter = tuned_base is not None and has_adapter(tuned_base) and not merge
     used, quantization = base.get("dtype", "float32"), base.get("quantization")
     if tuned_base is not None:
         used = tuned_base.dtype if adapter else target or tuned_base.dtype

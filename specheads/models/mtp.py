@@ -52,6 +52,7 @@ from specheads.models.kinds import Begin, Heads
 from specheads.models.manifest import one_line
 from specheads.models.output import FINAL, TRUNK, OutputLayer, final_norm, layers_of
 from specheads.models.packed import Kept, product
+from specheads.models.sharded import whole
 from specheads.system.errors import check, one_of
 
 
@@ -300,7 +301,8 @@ class MtpHeads(nn.Module, Heads):
         Raises:
             ValueError: if the base's last layer has other tensors than these.
         """
-        state = plain_copy(layers_of(base)[-1], base.dtype).state_dict()
+        with whole(layers_of(base)[-1]):
+            state = plain_copy(layers_of(base)[-1], base.dtype).state_dict()
         norm = final_norm(base).state_dict()
         matrix = cast(Tensor, base.get_output_embeddings().weight)
         for layer in map(self.layer, range(self.num_heads)):

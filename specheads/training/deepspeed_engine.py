@@ -17,16 +17,13 @@ import argparse
 import contextlib
 import io
 import json
-import logging
 import math
 import os
 import shutil
 import sys
 import sysconfig
 import time
-import warnings
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,11 +34,12 @@ from specheads.config import ConfigError, RunError, TrainConfig
 from specheads.data.pack import Batch
 from specheads.models import manifest
 from specheads.models.quantize import is_quantized_linear
-from specheads.system import dist, hardware, heartbeat
+from specheads.system import dist, hardware
 from specheads.system.errors import refuse
 from specheads.system.files import aside, writing
 from specheads.training.checkpoints import read_state
 from specheads.training.engine import Groups, Objective, Spread, make_optimizers, trained_parameters
+from specheads.training.ranks import join
 
 
 @contextlib.contextmanager
@@ -157,55 +155,26 @@ class DeepSpeedEngine:
         if offloads:
             need_compiler()
             check_build_lock()
-        dist.set_defaults()
-        device = hardware.pick_device(cfg.device).type
-        os.environ.setdefault("DS_ACCELERATOR", device)
+        config = join(cfg)
         import deepspeed
-        from deepspeed.accelerator import get_accelerator
-        from deepspeed.utils import logger
 
-        logger.setLevel(logging.WARNING)
-        # DeepSpeed calls functions of torch that have newer names, on every rank
-        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-        # 16-bit weights get float32 masters, and float16 ones a loss scale that finds itself
-        half = "float16" in (cfg.model.dtype, cfg.autocast)
-        precision: dict[str, Any] = {
-            "bf16": {"enabled": cfg.model.dtype == "bfloat16"},
-            "fp16": {"enabled": half, "loss_scale": 0},
-        }
-        if cfg.autocast == "bfloat16":
-            precision["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-        precision |= cfg.deepspeed
-        half = bool(precision["fp16"].get("enabled"))
-        if half and not get_accelerator().is_fp16_supported():
-            raise ConfigError(
-                f"autocast={cfg.autocast} model.dtype={cfg.model.dtype}: DeepSpeed has no float16 "
-                "on this processor; choose bfloat16 or none"
-            )
-        # on a processor it would compile a part that only its inference uses, whose lock outlives
-        # a process that is killed, and then every later start waits for it without end
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        backend = "nccl" if device == "cuda" else "gloo"
-        # the heartbeat knows earlier of a process that is gone; this is for one that is stuck
-        patience = timedelta(seconds=cfg.dist_timeout + 30)
-        deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=patience)
-        heartbeat.start(cfg.dist_timeout)
+        half = bool(config["fp16"].get("enabled"))
         named = dict(objective.named_parameters())
         self.trained = trained_parameters(objective, groups)
         self.dtypes = {name: p.dtype for name, p in named.items()}
         # with float16 DeepSpeed rounds what it wraps, and keeps masters of what learns only
         frozen = [n for n in named if n not in self.trained and named[n].dtype == torch.float32]
         self.frozen = {n: named[n].detach().to("cpu", copy=True) for n in frozen if half}
+        # what came in parts stays so
+        self.sharded = {name for name, p in named.items() if hasattr(p, "ds_id")}
+        if self.sharded:  # DeepSpeed takes the rest of such a model for ready
+            low = next(named[name] for name in self.sharded)
+            for name in named.keys() - self.sharded:
+                named[name].data = named[name].data.to(hardware.pick_device(cfg.device), low.dtype)
         self.engine: Any = deepspeed.initialize(
             model=objective,
             optimizer=make_optimizers(groups, cfg.optim, offloads=offloads)[0],
-            config={
-                "train_micro_batch_size_per_gpu": cfg.data.rows,
-                "gradient_accumulation_steps": cfg.optim.accumulation,
-                "gradient_clipping": cfg.optim.grad_clip,
-                "steps_per_print": 10**9,
-                **precision,
-            },
+            config=config,
         )[0]
         self._fp16 = bool(self.engine.fp16_enabled())
         # torch's own optimizer would step on anything
@@ -333,11 +302,14 @@ class DeepSpeedEngine:
         """Remove DeepSpeed's hooks, so that the module can be used or wrapped again.
 
         Every parameter is whole and of the dtype that it came with; trained ones are the float32
-        masters, where there are any.
+        masters, where there are any. What came in parts (``models/sharded.py``) stays in parts.
         """
         whole = self._whole()
         self.engine.destroy()
         for name, parameter in self.engine.module.named_parameters():
+            if name in self.sharded:
+                parameter.grad = None
+                continue
             if name in whole:
                 parameter.grad = None
                 parameter.data = whole[name]
@@ -348,6 +320,7 @@ class DeepSpeedEngine:
     def _whole(self) -> dict[str, Tensor]:
         """Return the parameters that DeepSpeed keeps in parts or in another dtype; collective."""
         named = dict(self.engine.module.named_parameters())
+        named = {name: p for name, p in named.items() if name not in self.sharded}
         stage3 = self.engine.zero_optimization_stage() == 3
         cast = [name for name, p in named.items() if p.dtype != self.dtypes[name]]
         wanted = list(named) if stage3 else cast
@@ -376,5 +349,6 @@ class DeepSpeedEngine:
             high: list[Tensor] = sum(optimizer.fp32_groups, [])
             masters = dict(zip(map(id, low), high, strict=True))
             return {name: masters[id(p)].detach() for name, p in self.trained.items()}
-        found = {name: safe_get_full_fp32_param(p) for name, p in self.trained.items()}
+        trained = {n: p for n, p in self.trained.items() if n not in self.sharded}
+        found = {name: safe_get_full_fp32_param(p) for name, p in trained.items()}
         return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}

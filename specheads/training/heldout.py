@@ -23,6 +23,7 @@ from specheads.losses.distill import SoftLoss, Teacher, linear_soft_loss
 from specheads.models.forward import undisturbed
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, packed_hidden
+from specheads.models.sharded import runnable
 from specheads.training.objectives import DraftObjective, HeadsObjective
 
 Rows = Sequence[Batch]  # packed held-out rows (``data/pack.py``)
@@ -48,7 +49,8 @@ def _hidden_at_labels(base: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tens
 
 def remember_original(base: PreTrainedModel, output: OutputLayer, batches: Rows) -> Original:
     """Keep what the original base predicts on ``batches``; call it before training."""
-    hidden = [_hidden_at_labels(base, batch)[0].cpu() for batch in batches]
+    with runnable(base):
+        hidden = [_hidden_at_labels(base, batch)[0].cpu() for batch in batches]
     return Original(hidden, copy.deepcopy(output))
 
 

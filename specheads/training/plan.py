@@ -337,6 +337,8 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def _numel(parameter: Tensor) -> int:
+    if hasattr(parameter, "ds_numel"):  # in parts on the ranks of ZeRO-3
+        return int(parameter.ds_numel)
     state = getattr(parameter, "quant_state", None)  # bitsandbytes packs two numbers into a byte
     shape = getattr(state, "shape", None)
     return parameter.numel() if shape is None else torch.Size(shape).numel()

@@ -28,6 +28,7 @@ from specheads.data.tokenizers import choose_tokenizer, complete_init
 from specheads.losses.cross_entropy import check_implementation
 from specheads.models import base as bases
 from specheads.models import draft as drafts
+from specheads.models import sharded
 from specheads.models.adapters import add_adapter, check_tunable, require_grad
 from specheads.models.checkpoint import KINDS, check_digest, load_heads, read_config
 from specheads.models.kinds import Heads
@@ -39,6 +40,7 @@ from specheads.models.support import tree_support
 from specheads.system import dist, hardware
 from specheads.system.errors import one_of, refuse
 from specheads.system.files import shipped_export, tinycode_dir
+from specheads.training import ranks
 from specheads.training.engine import Spread
 
 
@@ -145,8 +147,11 @@ def load_base(
     how["trust_remote_code"] = trusted
     if weights:
         method = model.quantization
-        base = bases.load_base_model(model.name, revision=which, quantization=method, **how)
-        output = checked_output(base, cfg.loss)
+        base = _in_parts(cfg) or bases.load_base_model(
+            model.name, revision=which, quantization=method, **how
+        )
+        with sharded.runnable(base):
+            output = checked_output(base, cfg.loss)
     else:
         base = bases.described(model.name, revision=which, trust_remote_code=trusted)
         output = OutputLayer(base.get_output_embeddings())
@@ -158,6 +163,29 @@ def load_base(
     if not train_base:  # also where a cache of features stands in for it, and nobody else asks
         require_grad(base, False)
     return base, output, tokenizer
+
+
+def _in_parts(cfg: TrainConfig) -> PreTrainedModel | None:
+    """Return the base in parts over the ranks of ZeRO-3, or None where every rank has to hold it.
+
+    That is where the base itself is not run in training's steps, or layers of it are copied, in a
+    dry run, whose passes run without DeepSpeed, and where a line says why.
+    """
+    model, copied = cfg.model, cfg.recipe == "distill" and cfg.draft.start == "base"
+    elsewhere = cfg.features.dir or cfg.draft.stored or cfg.dry_run or copied
+    if elsewhere or model.quantization != "none" or Spread.from_config(cfg.deepspeed).stage < 3:
+        return None
+    why = "autocast=float16 rounds its float32 weights while it trains"
+    if cfg.autocast != "float16" or model.dtype == "float16":
+        base, why = sharded.load_sharded(
+            model.name, ranks.join(cfg), dtype=bases.torch_dtype(model.dtype), attn=model.attn,
+            revision=model.revision, trust_remote_code=model.trust_remote_code,
+        )  # fmt: skip
+        if base is not None:
+            return base
+    if dist.is_main():
+        print(f"every rank reads the base whole, and divides it then: {why}", flush=True)
+    return None
 
 
 def check_no_cache(cfg: TrainConfig) -> None:
@@ -208,7 +236,8 @@ def load_data(
         ConfigError: if there is nothing to learn from, or ``base`` cannot keep documents apart.
     """
     if base.device.type != "meta":
-        check_isolation(base, backward=train_base)
+        with sharded.runnable(base):
+            check_isolation(base, backward=train_base)
     read = read or read_data(cfg)
     wanted, dropped, pad = cfg.data, read.dropped, int(tokenizer.pad_token_id or 0)
     quiet = not (sys.stderr.isatty() and dist.is_main())
