@@ -232,7 +232,8 @@ class Speculation:
             The stage, held-out rows and lines for a dry run, see ``cached_features``.
         """
         base, heads = self.base, self.heads
-        batches, heldout, notes = cached_features(cfg, base, self.data, log, heads.taps)
+        with runnable(base):
+            batches, heldout, notes = cached_features(cfg, base, self.data, log, heads.taps)
         objective = HeadsObjective(
             None if cfg.features.dir else base, heads, cfg.loss,
             train_base=tuned, output=self.output, embed=base.get_input_embeddings(),

@@ -70,7 +70,8 @@ def train(cfg: TrainConfig) -> None:
     check_run_dir(Path(cfg.run_dir), cfg.resume)
     from specheads.pipeline import run_recipe
 
-    keep_freed_memory()
+    if (cfg.deepspeed.get("zero_optimization") or {}).get("stage") != 3:
+        keep_freed_memory()  # ZeRO-3 is for those who are short of it
     run_recipe(run, cfg, say)
 
 

@@ -11,6 +11,7 @@ What runs, merges or writes such a model is collective: all ranks do it together
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,8 @@ def save_sharded(folder: Path, model: PreTrainedModel, dtype: torch.dtype | None
         prefixes.append(prefix)
         plain = plain_copy(layer, model.dtype).state_dict()
         write(number, {prefix + name: tensor for name, tensor in plain.items()})
+        del plain
+        gc.collect()  # copies of modules that DeepSpeed has wrapped hold themselves
     outside = model.state_dict().items()
     write(1, {n: t for n, t in outside if n not in tied and not n.startswith(tuple(prefixes))})
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(place.items()))}

@@ -172,7 +172,7 @@ def _in_parts(cfg: TrainConfig) -> PreTrainedModel | None:
     dry run, whose passes run without DeepSpeed, and where a line says why.
     """
     model, copied = cfg.model, cfg.recipe == "distill" and cfg.draft.start == "base"
-    elsewhere = cfg.features.dir or cfg.draft.stored or cfg.dry_run or copied
+    elsewhere = cfg.features.dir not in ("", "auto") or cfg.draft.stored or cfg.dry_run or copied
     if elsewhere or model.quantization != "none" or Spread.from_config(cfg.deepspeed).stage < 3:
         return None
     why = "autocast=float16 rounds its float32 weights while it trains"

@@ -1,0 +1,203 @@
+"""Train a base under ZeRO-3 that no rank may hold whole, and show that a limit on memory holds it.
+
+    python scripts/bench_sharded.py --out benchmarks/sharded.json    # 30 minutes, 12 GB of disk
+
+A base of random weights is written, layer by layer, and ``+recipe=medusa1``, ``medusa2`` with an
+adapter and ``dflash`` train on it with two ranks on this processor. A watcher reads the resident
+memory of each rank 50 times a second and kills all of them once one has more than ``--share`` of
+what the base's weights take, the libraries included. The last run reads the base whole on each
+rank, as before it was divided while it was read: the same limit ends it. Resident memory is what
+Linux calls so, with what is mapped from files.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+from safetensors.torch import save_file
+from torch.distributed import TCPStore
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specheads.models.base import load_tokenizer
+from specheads.models.manifest import write_json
+
+WHOLE = "import specheads.training.setup as setup\nsetup._in_parts = lambda cfg: None\n"
+MAIN = "import sys\nfrom specheads.train import main\nsys.argv[0] = 'train'\nmain()\n"
+CASES = {
+    "medusa1": ("+recipe=medusa1", "heads=shared"),
+    "medusa2, adapter": ("+recipe=medusa2", "heads=shared", "adapter=lora", "adapter.rank=8"),
+    "dflash": ("+recipe=dflash", "heads.num_layers=1", "heads.options.anchors=16"),
+    "medusa1, read whole": ("+recipe=medusa1", "heads=shared"),
+}
+
+
+@dataclass
+class Settings:
+    """The base, and what a rank may take of its size.
+
+    Attributes:
+        hidden: a multiple of 64
+        share: of the bytes of the base's weights, that a rank may have resident
+        steps: of each run
+        dtype: of the weights
+        cases: of medusa1; medusa2, adapter; dflash; medusa1, read whole
+        folder: where base and runs go; a temporary one if it is not given
+        out: write the JSON there
+    """
+
+    hidden: int = 2048
+    intermediate: int = 5632
+    layers: int = 24
+    vocab: int = 4096
+    ranks: int = 2
+    share: float = 0.75
+    steps: int = 3
+    dtype: str = "float32"
+    cases: tuple[str, ...] = tuple(CASES)
+    folder: Path | None = None
+    out: Path | None = None
+
+
+def write_base(given: Settings, folder: Path) -> int:
+    """Write a base of random weights, a file for each layer; return their bytes."""
+    config = LlamaConfig(
+        vocab_size=given.vocab, hidden_size=given.hidden, intermediate_size=given.intermediate,
+        num_hidden_layers=given.layers, num_attention_heads=given.hidden // 64,
+        num_key_value_heads=given.hidden // 64, max_position_embeddings=512,
+        architectures=["LlamaForCausalLM"], dtype=given.dtype,
+    )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    parts: dict[str, list[str]] = {}
+    for name in model.state_dict():
+        parts.setdefault(".".join(name.split(".")[:3]) if ".layers." in name else "", []).append(
+            name
+        )
+    place, total, shapes = {}, 0, model.state_dict()
+    generator = torch.Generator().manual_seed(0)
+    for number, names in enumerate(parts.values(), start=1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        tensors = {}
+        for name in names:
+            drawn = torch.empty(shapes[name].shape)
+            drawn = (
+                drawn.fill_(1.0)
+                if drawn.dim() == 1
+                else drawn.normal_(0, 0.02, generator=generator)
+            )
+            tensors[name] = drawn.to(getattr(torch, given.dtype))
+            total += tensors[name].numel() * tensors[name].element_size()
+        save_file(tensors, folder / file, {"format": "pt"})
+        place |= dict.fromkeys(names, file)
+    write_json(
+        folder / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": place}, strict=False,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    load_tokenizer("tinycode").save_pretrained(folder)
+    return total
+
+
+def resident(pid: int) -> int:
+    """Return the bytes of a process that are in memory; 0 where it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS")), 0)
+
+
+def watched(program: str, words: list[str], ranks: int, limit: float) -> dict[str, Any]:
+    """Run a program as several ranks, and kill all of them once one of them has ``limit`` bytes."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(harness.ROOT), "WANDB_MODE": "disabled",
+    }  # fmt: skip
+    begin, peaks = time.monotonic(), [0] * ranks
+    environ = {**os.environ, **harness.RETURNING, **place}
+    with tempfile.TemporaryFile("w+") as said:
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", program, *words], cwd=harness.ROOT,
+                env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=said, stderr=said,
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        killed = False
+        while any(each.poll() is None for each in started):
+            for rank, each in enumerate(started):
+                peaks[rank] = max(peaks[rank], resident(each.pid))
+            if max(peaks) > limit and not killed:
+                killed = True
+                for each in started:
+                    each.kill()
+            time.sleep(0.02)
+        said.seek(0)
+        text = said.read()
+    codes = [each.returncode for each in started]
+    if any(codes) and not killed:
+        raise SystemExit(f"{words}: {codes}\n{text[-6000:]}")
+    return {
+        "killed": killed, "peaks": peaks, "seconds": time.monotonic() - begin,
+        "whole": "every rank reads the base whole" in text,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Write the base, train on it in each way, print a table."""
+    given = harness.parse(Settings)
+    root = given.folder or Path(tempfile.mkdtemp(prefix="sharded"))
+    size = write_base(given, root / "base")
+    numbers = size // torch.empty(0, dtype=getattr(torch, given.dtype)).element_size()
+    limit = given.share * size
+    print(
+        f"{numbers / 1e6:,.0f} M parameters, {size / 1e9:.2f} GB; limit {limit / 1e9:.2f} GB a rank"
+    )
+    records = root / "records.jsonl"
+    records.write_text(
+        "".join(f'{{"text": "def f{i}(x):\\n    return x + {i}\\n"}}\n' for i in range(400))
+    )
+    layer = 4 * given.hidden**2 + 3 * given.hidden * given.intermediate
+    zero = {
+        "stage3_max_live_parameters": layer, "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": layer // 4, "reduce_bucket_size": layer // 4,
+    }  # fmt: skip
+    rows = []
+    for case in given.cases:
+        run = root / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        words = [
+            *CASES[case], f"model={root / 'base'}", f"model.dtype={given.dtype}", "data=jsonl",
+            f"data.path={records}", f"hydra.run.dir={run}", "deepspeed=zero3", "device=cpu",
+            "optim=adamw", f"steps={given.steps}", "optim.lr=1e-4", "autocast=none", "data.rows=1",
+            "data.seq_len=64", "evaluate.every=0", "evaluate.num_prompts=2",
+            "evaluate.loss_rows=2", "evaluate.max_new_tokens=16", "log.every=1",
+            "log.wandb=disabled",
+            *(f"+deepspeed.zero_optimization.{key}={value}" for key, value in zero.items()),
+        ]  # fmt: skip
+        program = (WHOLE if "whole" in case else "") + MAIN
+        found = {"case": case, **watched(program, words, given.ranks, limit)}
+        found["exported"] = (run / "export" / "manifest.json").is_file()
+        rows.append(found)
+        peaks = ", ".join(f"{peak / 1e9:.2f}" for peak in found["peaks"])
+        end = "killed" if found["killed"] else f"{given.steps} steps, exported"
+        print(f"{case:<20} {peaks} GB  {end}  {found['seconds']:.0f} s", flush=True)
+    harness.write(given.out, harness.report(given, base_bytes=size, numbers=numbers, rows=rows))
+    if given.folder is None:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
