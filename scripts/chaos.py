@@ -1,7 +1,7 @@
 """Hurt training runs in every way that a rented machine knows, and print what each one lost.
 
     python scripts/chaos.py [--only NAME ...] [--json OUT] [--jobs 2]
-    python scripts/chaos.py --kills 20 [--ranks 2] [--json OUT]
+    python scripts/chaos.py --kills 20 [--ranks 2 [--one-rank]] [--json OUT]
 
 Each fault trains Medusa-1 on a tiny random model, hurts the run, resumes it with ``resume=auto``
 and compares weights and metrics with those of a run that nothing happened to: bit-identical with
@@ -13,7 +13,7 @@ where users may not have those, and where DeepSpeed cannot compile, the rows say
 with one left alone: medusa2 with LoRA and dropout, evaluations whose best weights are kept, a
 checkpoint every two steps. A third of the kills comes while a checkpoint is being written (proven
 by the half-written folder that is left), the others at random moments from the start of the
-process on, all ranks at once.
+process on: all ranks at once, or with --one-rank a drawn one alone, of which the others learn.
 
 The program ends with 1 if anything was lost or ended in anything but one clear line.
 """
@@ -61,6 +61,7 @@ class Settings:
         list: print the names of the faults
         kills: kill one run as often, instead of the faults
         ranks: of the killed run
+        one_rank: kill one rank alone, another each time
         steps: of the killed run
         seed: of the moments of the kills
     """
@@ -72,6 +73,7 @@ class Settings:
     list: bool = False
     kills: int = 0
     ranks: int = 1
+    one_rank: bool = False
     steps: int = 160
     seed: int = 0
 
@@ -368,14 +370,17 @@ def hurt_once_each(shop: Workshop, given: Settings) -> bool:
     return counts["failed"] > 0
 
 
-def kill_once(lab: Lab, moment: str, draw: random.Random, loading: float) -> dict[str, Any] | None:
-    """Start a run, kill all its processes at a moment, and return what that left.
+def kill_once(
+    lab: Lab, moment: str, draw: random.Random, loading: float, *, one_rank: bool
+) -> dict[str, Any] | None:
+    """Start a run, kill all its processes or one rank at a moment, and return what that left.
 
     Args:
         lab: of the run.
         moment: save, step or start.
         draw: for the exact moment.
         loading: seconds within which a kill comes that is meant for the start.
+        one_rank: kill a drawn rank, and wait until the others have ended by themselves.
 
     Returns:
         None where the run was over before; else the moment, the last step of metrics.jsonl, the
@@ -397,9 +402,15 @@ def kill_once(lab: Lab, moment: str, draw: random.Random, loading: float) -> dic
     if run.poll() is not None:
         run.ends(0)
         return None
-    run.kill()
-    left = {"step": lab.reached(), "checkpoint": lab.saved()}
-    return {"moment": moment, **left, "inside_save": bool(lab.half_saved() - half)}
+    left: dict[str, Any] = {"moment": moment}
+    if one_rank:
+        left["rank"], begin = draw.randrange(lab.ranks), time.monotonic()
+        run.send(SIGKILL, left["rank"]).ends(1)
+        left["others_ended_after"] = time.monotonic() - begin
+    else:
+        run.kill()
+    left |= {"step": lab.reached(), "checkpoint": lab.saved()}
+    return {**left, "inside_save": bool(lab.half_saved() - half)}
 
 
 def kill_again_and_again(shop: Workshop, given: Settings) -> bool:
@@ -418,7 +429,8 @@ def kill_again_and_again(shop: Workshop, given: Settings) -> bool:
         for number in range(3 * given.kills):
             if len(kills) == given.kills:
                 break
-            left = kill_once(hurt, ("save", "step", "start")[number % 3], draw, loading)
+            moment = ("save", "step", "start")[number % 3]
+            left = kill_once(hurt, moment, draw, loading, one_rank=given.one_rank)
             if left:
                 kills.append(left)
                 print(f"kill {len(kills)}: {left}", flush=True)

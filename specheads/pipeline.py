@@ -33,9 +33,15 @@ from specheads.measure.clock import Budget, Prompt
 from specheads.measure.hits import Texts
 from specheads.models import checkpoint
 from specheads.models.adapters import has_adapter, merge_adapter, merges
-from specheads.models.base import context_length, end_tokens, torch_dtype, without_weights
+from specheads.models.base import (
+    context_length,
+    end_tokens,
+    input_device,
+    torch_dtype,
+    without_weights,
+)
 from specheads.models.draft import save_draft
-from specheads.models.kinds import Heads
+from specheads.models.kinds import Heads, embedding
 from specheads.models.manifest import read_provenance
 from specheads.models.output import OutputLayer
 from specheads.models.quantize import quantization_of
@@ -113,7 +119,7 @@ def heldout_prompts(
             f" tokens, and the model's context is {context or 'not known'}"
         )
     encoder, base = Encoder(tokenizer), models[0]
-    ids = [torch.tensor([encoder.prompt(record)], device=base.device) for record in records]
+    ids = [torch.tensor([encoder.prompt(record)], device=input_device(base)) for record in records]
     prompts = [Prompt(str(i), "heldout", each) for i, each in enumerate(ids)]
     return records, evaluation.Heldout(base, prompts, cfg.evaluate, end_tokens(base, tokenizer))
 
@@ -236,7 +242,7 @@ class Speculation:
             batches, heldout, notes = cached_features(cfg, base, self.data, log, heads.taps)
         objective = HeadsObjective(
             None if cfg.features.dir else base, heads, cfg.loss,
-            train_base=tuned, output=self.output, embed=base.get_input_embeddings(),
+            train_base=tuned, output=self.output, embed=embedding(base, heads),
         )  # fmt: skip
         parts = {"heads": (cast(nn.Module, heads), cfg.optim.lr)}
         if tuned:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from specheads.config.data import DataConfig
 from specheads.config.declared import Section, Settings, at_least, one_of, positive, within
 from specheads.system import errors
-from specheads.system.errors import MISSING, check_device, dtype_name
+from specheads.system.errors import DEVICE_MAPS, MISSING, check_device, dtype_name
 
 # what proposes, and what it needs: heads (of an export), draft (a draft model), or nothing
 DRAFTERS = {
@@ -107,9 +107,8 @@ class SpreadSettings(LoadSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        options = ("auto", "balanced", "balanced_low_0", "sequential")
-        expected = f"empty or one of {', '.join(options)} (device= puts it on one device)"
-        self.check(self.device_map in ("", *options), "device_map", expected)
+        expected = f"empty or one of {', '.join(DEVICE_MAPS)} (device= puts it on one device)"
+        self.check(self.device_map in ("", *DEVICE_MAPS), "device_map", expected)
         alone = not self.device_map or self.device == "auto"
         self.check(alone, "device", f"auto with device_map={self.device_map}")
 

@@ -8,7 +8,7 @@ from typing import Any
 from specheads.config.data import DataConfig, FeaturesConfig
 from specheads.config.declared import Section, Settings, at_least, one_of, positive, within
 from specheads.system import errors
-from specheads.system.errors import DTYPES, MISSING, check, check_device, dtype_name
+from specheads.system.errors import DEVICE_MAPS, DTYPES, MISSING, check, check_device, dtype_name
 
 
 @dataclass
@@ -23,6 +23,9 @@ class ModelConfig(Section):
     # bitsandbytes, CPU or GPU; GPTQ and AWQ bases say it themselves
     quantization: str = one_of("none", "nf4", "int8")
     gradient_checkpointing: bool = False  # recompute the base's layers in backward
+    # spread a frozen base over the devices of one process: auto, balanced, sequential, or a device
+    # for each part; heads go where its output matrix is
+    device_map: Any = ""
     trust_remote_code: bool = False
     # numbers that suit the model ``name`` in it, by recipe; recipes read them while they compose
     tuned: dict[str, Any] = field(default_factory=dict)
@@ -33,6 +36,9 @@ class ModelConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.dtype = dtype_name("model.dtype", self.dtype)
+        known = isinstance(self.device_map, dict) or self.device_map in ("", *DEVICE_MAPS)
+        devices = f"one of {', '.join(DEVICE_MAPS)}, or a device for each part"
+        check(known, "model.device_map", self.device_map, devices)
         self.tuned = {}  # they are where they belong now
 
 
@@ -295,6 +301,10 @@ class TrainConfig(Settings):
         self.check(not (self.minutes and fixed), "minutes", f"0, and steps given: {self.recipe}")
         self.check(self.tokenizer_size > 272, "tokenizer_size", "more than 272")
         check_device(self.device)
+        spread = f"with model.device_map={self.model.device_map}, which spreads over one process"
+        alone = not self.model.device_map
+        check(alone or not self.deepspeed, "deepspeed", "zero", f"none {spread}")
+        self.check(alone or self.device == "auto", "device", f"auto {spread}")
         # the loss sums in float64
         self.check(self.device != "mps", "device", "auto, cpu or cuda: mps has no float64")
         adapted = self.loss.base == "labels" or self.adapter.kind == "lora"

@@ -259,10 +259,10 @@ def check_isolation(model: PreTrainedModel, *, backward: bool = False) -> None:
     ids = torch.randint(0, weight.shape[0], (2, 15), generator=generator)
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     with undisturbed(model):
-        packed = _hidden(model, ids, positions)
+        packed = packed_hidden(model, ids, positions).float()
         parts = [part for row, sizes in zip(ids, lengths, strict=True) for part in row.split(sizes)]
-        alone = [_hidden(model, part[None], torch.arange(len(part))[None])[0] for part in parts]
-    expected = torch.cat(alone).view_as(packed)
+        alone = [packed_hidden(model, part[None], torch.arange(len(part))[None]) for part in parts]
+    expected = torch.cat([states[0].float() for states in alone]).view_as(packed)
     error = float((packed - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
     # of hidden states, relative to their largest number
     tolerance = max(1e-3, 16 * torch.finfo(weight.dtype).eps)
@@ -272,11 +272,6 @@ def check_isolation(model: PreTrainedModel, *, backward: bool = False) -> None:
             f" apart (hidden states differ by {error:.2g}, {tolerance:.2g} is allowed);"
             " it cannot be trained on packed rows"
         )
-
-
-def _hidden(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    device = input_embedding(model).device
-    return packed_hidden(model, input_ids.to(device), position_ids.to(device)).float()
 
 
 class GrowingBatches:

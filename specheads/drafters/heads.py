@@ -28,10 +28,10 @@ from specheads.attention.tree import RowTrees, Tree
 from specheads.drafters import growing
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.growing import Grown, Nodes, OneTree, best_guesses, on_host
-from specheads.models.base import Embed, input_device
+from specheads.models.base import Embed
 from specheads.models.forward import pad_rows
 from specheads.models.head_cache import rows_at
-from specheads.models.kinds import HeadCache, Heads, Walk
+from specheads.models.kinds import HeadCache, Heads, Walk, embedding
 from specheads.models.output import OutputLayer, side_by_side
 from specheads.system.errors import at_least, check
 from specheads.verification.sampling import Sampler
@@ -479,24 +479,6 @@ def dynamic_drafter(
     """
     shape = Grown(num_nodes, temperatures=temperatures)
     return HeadsDrafter(heads, output, shape, embedding(base, heads))
-
-
-def embedding(base: PreTrainedModel, heads: Heads) -> Embed | None:
-    """Return the base's input embedding as a function that may be called where the heads lie.
-
-    None where the heads do not read tokens through it.
-    """
-    if not heads.needs_embedding:
-        return None
-    module, place = base.get_input_embeddings(), input_device(base)
-    if module is None:
-        raise ValueError(f"{type(base).__name__} has no input embedding that the heads could use")
-
-    def embed(tokens: Tensor) -> Tensor:
-        found: Tensor = module(tokens.to(place))
-        return found.to(tokens.device)
-
-    return embed
 
 
 def check_tree(tree: Tree, heads: Heads) -> None:

@@ -25,10 +25,10 @@ from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.growing import NUM_RANKS, grow
-from specheads.drafters.heads import Draws, HeadsDrafter, embedding
+from specheads.drafters.heads import Draws, HeadsDrafter
 from specheads.measure.clock import pad_left
 from specheads.measure.rows import ratio_ci95
-from specheads.models.kinds import Heads, Walk
+from specheads.models.kinds import Heads, Walk, embedding
 from specheads.models.output import OutputLayer, capture_hidden, side_by_side
 from specheads.verification.sampling import Sampler
 

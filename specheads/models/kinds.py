@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.losses.cross_entropy import IGNORE
-from specheads.models.base import Embed
+from specheads.models.base import Embed, input_device
 from specheads.models.output import OutputLayer
 
 
@@ -375,3 +375,21 @@ class Heads(Protocol):
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Learn or not, and return itself."""
+
+
+def embedding(base: PreTrainedModel, heads: Heads) -> Embed | None:
+    """Return the base's input embedding as a function that may be called where the heads lie.
+
+    None where the heads do not read tokens through it.
+    """
+    if not heads.needs_embedding:
+        return None
+    module, place = base.get_input_embeddings(), input_device(base)
+    if module is None:
+        raise ValueError(f"{type(base).__name__} has no input embedding that the heads could use")
+
+    def embed(tokens: Tensor) -> Tensor:
+        found: Tensor = module(tokens.to(place))
+        return found.to(tokens.device)
+
+    return embed

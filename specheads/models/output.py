@@ -138,7 +138,8 @@ def packed_hidden(model: PreTrainedModel, input_ids: Tensor, position_ids: Tenso
     """
     joined = str(model.config._attn_implementation).startswith("flash")
     shape = (1, -1) if joined else input_ids.shape
-    ids, positions = input_ids.reshape(shape), position_ids.reshape(shape)
+    place = input_device(model)
+    ids, positions = (each.reshape(shape).to(place) for each in (input_ids, position_ids))
     output = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
     return output.last_hidden_state.reshape(*input_ids.shape, -1)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 75
 MISSING: Any = "???"  # OmegaConf's word for a value that has to be given
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # as accelerate names them
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # short names to torch's
 
 

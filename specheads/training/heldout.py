@@ -107,7 +107,9 @@ def _means(objective: HeadsObjective | DraftObjective, batches: Rows) -> dict[st
     num_valid, total = _num_valid(batches, objective.num_heads), Counter[str]()
     with undisturbed(objective):
         for batch in batches:
-            placed = on_device({**batch, "num_valid": num_valid}, objective.output.weight.device)
+            # of a base that is spread over devices the heads lie at the end
+            device = list(objective.parameters())[-1].device
+            placed = on_device({**batch, "num_valid": num_valid}, device)
             _, metrics = objective(placed)
             total.update({name: float(value) for name, value in metrics.items()})
     return dict(total)

@@ -323,7 +323,7 @@ def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None =
         checkpoints.restore_rank(checkpoint, stage.batches)
     run.begin(progress.step, checkpoint)
     progress.skipped = max(progress.skipped, begin(run.dir, progress.step))
-    device = next(stage.objective.parameters()).device
+    device = next(iter(engine.trained.values())).device
     now = _Training(stage, last_step, cfg, run, engine, progress)
     stage.objective.train()
     with saving_first(then_at_once=last_step == cfg.steps) as signals:

@@ -27,7 +27,7 @@ from specheads.losses.cross_entropy import count_valid, linear_cross_entropy, sh
 from specheads.losses.distill import SoftLoss, StoredTeacher, Teacher, linear_soft_loss
 from specheads.losses.fused import IGNORE, Output, likelihoods, log_sums
 from specheads.models.adapters import original, require_grad
-from specheads.models.kinds import Heads
+from specheads.models.kinds import Heads, embedding
 from specheads.models.output import FINAL, OutputLayer, output_layer, packed_taps, with_final
 from specheads.training.engine import Batch, Objective
 
@@ -168,7 +168,7 @@ class HeadsObjective(Objective):
         if embed is None and heads.needs_embedding:
             if base is None:
                 raise ValueError("without a base model, heads that read tokens need embed")
-            embed = base.get_input_embeddings()
+            embed = embedding(base, heads)
         self._embed = (embed,)  # in a tuple, it is no module of this one: it is the base's
         expected, found = tuple(self.output.weight.shape), (heads.vocab_size, heads.hidden_size)
         if expected != found:
@@ -237,7 +237,8 @@ class HeadsObjective(Objective):
         else:
             assert self.base is not None
             with torch.set_grad_enabled(train_base):
-                hidden, tapped = packed_taps(self.base, ids, positions, self.heads.taps)
+                found = packed_taps(self.base, ids, positions, self.heads.taps)
+            hidden, tapped = (states.to(ids.device) for states in found)
         asked = {} if places is None else {"places": places}
         source = self.heads.contextual(tapped, positions, ids, self._embed[0], **asked)
         same = source is hidden

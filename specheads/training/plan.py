@@ -380,7 +380,7 @@ def _time_micro_batches(stage: Stage, cfg: TrainConfig) -> tuple[list[float], fl
     """Return seconds of some micro-batches, and by how many bytes the first one raised memory."""
     objective, batches = stage.objective, stage.batches
     before = batches.state_dict()
-    device = next(objective.parameters()).device
+    device = stage.groups[0]["params"][0].device
     seconds: list[float] = []
     extra: float | None = None
     with same_random_state(), undisturbed(objective):

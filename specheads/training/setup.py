@@ -141,10 +141,12 @@ def load_base(
     if train_base:
         check_tunable(model.quantization, cfg.adapter)
         check_no_cache(cfg)
+        told = f"model.device_map={model.device_map} spreads a frozen base; {cfg.recipe} trains it"
+        refuse({told: model.device_map})
     trusted, which = model.trust_remote_code, model.revision
     tokenizer = bases.load_tokenizer(model.name, revision=which, trust_remote_code=trusted)
     how: bases.Loading = {"dtype": model.dtype, "device": cfg.device, "attn": model.attn}
-    how["trust_remote_code"] = trusted
+    how |= {"trust_remote_code": trusted, "device_map": model.device_map or None}
     if weights:
         method = model.quantization
         base = _in_parts(cfg) or bases.load_base_model(
@@ -152,6 +154,10 @@ def load_base(
         )
         with sharded.runnable(base):
             output = checked_output(base, cfg.loss)
+        disk = (
+            f"model.device_map={model.device_map} puts the output matrix on disk, which heads and"
+        )
+        refuse({f"{disk} losses read; give lm_head a device": output.weight.is_meta})
     else:
         base = bases.described(model.name, revision=which, trust_remote_code=trusted)
         output = OutputLayer(base.get_output_embeddings())

@@ -22,7 +22,7 @@ from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.draft_tree import DraftTreeDrafter, SampledTreeDrafter
 from specheads.drafters.growing import Grown
-from specheads.drafters.heads import HeadsDrafter, embedding
+from specheads.drafters.heads import HeadsDrafter
 from specheads.drafters.length import AdaptiveLength, FixedLength, StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
@@ -30,6 +30,7 @@ from specheads.drafters.merge import HybridDrafter
 from specheads.models.blocks import prefix_sizes
 from specheads.models.checkpoint import KINDS as HEADS
 from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import embedding
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import output_layer
 from specheads.verification.sampling import Sampler

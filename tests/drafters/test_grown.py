@@ -16,8 +16,9 @@ from specheads.drafters import growing
 from specheads.drafters import heads as drafter_module
 from specheads.drafters.contract import FINAL, Candidates
 from specheads.drafters.growing import Grown
-from specheads.drafters.heads import HeadsDrafter, embedding, static_drafter
+from specheads.drafters.heads import HeadsDrafter, static_drafter
 from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import embedding
 from specheads.models.output import OutputLayer
 from specheads.verification.sampling import Sampler
 from tests.drafters.test_sequential import build, one_by_one, prefill

@@ -13,9 +13,10 @@ from transformers import LlamaForCausalLM
 from specheads.attention.tree import Tree, default_tree
 from specheads.drafters import heads as drafter_module
 from specheads.drafters.contract import FINAL, Prefill
-from specheads.drafters.heads import HeadsDrafter, embedding, static_drafter
+from specheads.drafters.heads import HeadsDrafter, static_drafter
 from specheads.models import heads as heads_module
 from specheads.models.heads import MedusaHeads
+from specheads.models.kinds import embedding
 from specheads.models.output import OutputLayer, output_layer
 from tests.toys import full_logits
 

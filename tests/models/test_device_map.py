@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from specheads.attention.tree import default_tree
@@ -19,6 +20,7 @@ from specheads.models.base import input_device, load_base_model, output_device
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.models.support import tree_support
+from tests.end_to_end.commands import SHORT, on_files, start
 from tests.scripted import ScriptedDrafter
 
 MAPS: dict[str, dict[str, str | int]] = {
@@ -97,3 +99,45 @@ def test_two_gpus_give_the_same_tokens(tiny_model_dir: Path) -> None:
     found = decode_both(spread, ids.to("cuda:0"))
     assert found[0] == found[1] == found[2]
     assert found[0] == decode_both(load_base_model(str(tiny_model_dir), device="cuda:0"), ids)[0]
+
+
+@pytest.mark.parametrize("recipe", ["medusa1", "eagle3", "mtp_finetune"])
+def test_heads_train_on_a_base_that_is_spread(
+    recipe: str, tiny_model_dir: Path, tiny_jsonl: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Hidden states left behind on another place than the heads, or layers that lost their weights.
+
+    The heads are those of a base in one place, bit for bit.
+    """
+    words = [f"+recipe={recipe}", "optim=adamw", "steps=3", "features.dir=", "data.rows=2"]
+    if recipe == "mtp_finetune":
+        words += ["mtp.num_heads=3", "mtp.lm_head=own", "mtp.start=random"]
+    found = []
+    for name, where in (("whole", ""), ("spread", MAPS["disk in the middle"])):
+        spread = ",".join(f"{part}: {place}" for part, place in dict(where or {}).items())
+        files = on_files(tiny_model_dir, tiny_jsonl, tmp_path / name)
+        given = [f"model.device_map={{{spread}}}"] if where else []
+        assert start(monkeypatch, *files, *SHORT, *words, *given) == 0
+        found.append(load_file(tmp_path / name / "export" / "model.safetensors"))
+    for key, expected in found[0].items():
+        assert torch.equal(found[1][key], expected), key
+
+
+def test_what_a_spread_base_cannot_do_is_said(
+    tiny_model_dir: Path, tiny_jsonl: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A base that is trained where it lies on disk would lose every step without a word."""
+    files = on_files(tiny_model_dir, tiny_jsonl, tmp_path / "run")
+    for words, said in (
+        (["+recipe=medusa2", "model.device_map=auto"], "spreads a frozen base; medusa2 trains it"),
+        (["+recipe=medusa1", "model.device_map=both"], "model.device_map must be one of auto"),
+        (["+recipe=medusa1", "model.device_map=auto", "deepspeed=zero1"], "deepspeed must be none"),
+        (
+            ["+recipe=medusa1", "model.device_map={model: cpu, lm_head: disk}"],
+            "puts the output matrix on disk",
+        ),
+    ):
+        assert start(monkeypatch, *files, *SHORT, *words) == 2
+        assert said in capsys.readouterr().err

@@ -17,7 +17,7 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters import growing
 from specheads.drafters.contract import FINAL, Candidates, Drafter, Prefill, StepResult
 from specheads.drafters.growing import Grown
-from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, embedding, static_drafter
+from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
 from specheads.measure.hits import (
     Texts,
     collect_hits,
@@ -28,6 +28,7 @@ from specheads.measure.hits import (
     pad_left,
     static_sizes,
 )
+from specheads.models.kinds import embedding
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import OutputLayer, capture_hidden, output_layer
 from specheads.verification.sampling import Sampler
