@@ -138,8 +138,9 @@ def packed_hidden(model: PreTrainedModel, input_ids: Tensor, position_ids: Tenso
     """
     joined = str(model.config._attn_implementation).startswith("flash")
     shape = (1, -1) if joined else input_ids.shape
-    place = input_device(model)
-    ids, positions = (each.reshape(shape).to(place) for each in (input_ids, position_ids))
+    ids, positions = input_ids.reshape(shape), position_ids.reshape(shape)
+    if getattr(model, "hf_device_map", None):  # they come from where the heads lie, at its end
+        ids, positions = (each.to(input_device(model)) for each in (ids, positions))
     output = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
     return output.last_hidden_state.reshape(*input_ids.shape, -1)
 
