@@ -1,4 +1,4 @@
-"""Start or go on with the training of two_ranks.py on any number of ranks, by test_other_ranks.py.
+"""Start or go on with the training of toy_runs.py on any number of ranks, by test_other_ranks.py.
 
 ``python other_ranks.py FOLDER NAME STAGE[,STAGE] MAX_STEPS RESUME KIND...``; stage -1: plain torch.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from specheads.system import dist
-from tests.end_to_end.two_ranks import settings, train
+from tests.end_to_end.toy_runs import settings, train
 
 if __name__ == "__main__":
     place, name, stages, max_steps, resume, *kinds = sys.argv[1:]

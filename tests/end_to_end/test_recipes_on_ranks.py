@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cached": ("zero1", ("+recipe=medusa1", "features.dir=CACHE")),
     "streamed": ("zero2", ("+recipe=medusa1", "data.streaming=true")),
     "hydra": ("zero3", ("+recipe=hydra", "features.dir=CACHE")),
+    "medusa2": ("zero3", ("+recipe=medusa2",)),
     "lora": ("zero3", ("+recipe=medusa2", *LORA)),
     "distilled": ("zero2", ("+recipe=medusa2_distilled", *LORA)),
     "pretrain": ("zero2", ("+recipe=pretrain", *OWN["pretrain"])),
@@ -48,6 +49,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "stored": ("zero2", ("+recipe=distill", "draft.hidden=16", "draft.stored=CACHE")),
     "on_policy": ("zero2", ("+recipe=distill", "draft.on_policy=0.5", "draft.on_policy_tokens=6")),
 }
+# stop after two steps, with a base of which every rank has a part, and go on
+RESUMED = {"medusa2", "lora"}
 # drawn by each rank for itself, or read in another order
 NOT_THE_SAME = {"on_policy", "streamed"}
 
@@ -68,6 +71,7 @@ def run(run_dir: Path, launcher: list[str], *words: str) -> list[dict[str, Any]]
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert "reads the base whole" not in done.stdout
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "train/loss" in row]
 
@@ -86,7 +90,11 @@ def test_recipes_on_two_ranks(
     launcher = [word.replace("PORT", port) for word in DEEPSPEED]
     launcher = launcher if case == "medusa1" else TORCHRUN
     files = on_files(tiny_model_dir, tiny_jsonl, two)
-    after = run(two, launcher, *files, *words, f"deepspeed={stage}")
+    words_of_two = (*files, *words, f"deepspeed={stage}")
+    if case in RESUMED:
+        run(two, launcher, *words_of_two, "max_steps=2")
+        words_of_two = (*words_of_two, "resume=auto")
+    after = run(two, launcher, *words_of_two)
     assert [row["step"] for row in after] == [1, 2, 3, 4]
     if case not in NOT_THE_SAME:
         alone = (*on_files(tiny_model_dir, tiny_jsonl, one), *words, "optim.accumulation=2")

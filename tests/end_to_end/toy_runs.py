@@ -2,7 +2,7 @@
 
 Alone (``train`` in the test's own process) it is the reference, with as many micro-batches as all
 ranks together would see; under torchrun it is what is compared:
-``torchrun --nproc-per-node 2 two_ranks.py FOLDER STAGE:KIND...``, STAGE being 0 to 3. Every
+``torchrun --nproc-per-node N toy_runs.py FOLDER STAGE:KIND...``, STAGE being 0 to 3. Every
 micro-batch has another number of labels, one has none. medusa1 stops and resumes; medusa2 has two
 stages, so that its heads are wrapped twice; medusa2_lora tunes an adapter, medusa2_distilled holds
 it to the original, too; block and eagle3 learn from some positions of each row; mtp trains base and
@@ -11,6 +11,7 @@ against the frozen base. What is exported is written as the recipes do it.
 """
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from specheads.config import AdapterConfig, HeadsConfig
 from specheads.config.training import DraftConfig, LossConfig
 from specheads.models.adapters import add_adapter, has_adapter, merge_adapter
 from specheads.models.checkpoint import KINDS as TAPPED
-from specheads.models.checkpoint import origin, save_export
+from specheads.models.checkpoint import origin, save_export, save_plain_model
 from specheads.models.draft import save_draft
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
@@ -33,12 +34,13 @@ from specheads.runs.log import RunLog
 from specheads.system import dist
 from specheads.training.engine import param_groups
 from specheads.training.loop import Stage, fit
-from specheads.training.objectives import DraftObjective, HeadsObjective
+from specheads.training.objectives import DraftObjective, HeadsObjective, LMObjective
 from tests.conftest import build_byte_tokenizer, build_tiny_llama, redraw
 from tests.toys import toy_config
 
-STEPS, MICRO_BATCHES, ROWS, SEQ_LEN, VOCAB_SIZE = 5, 4, 2, 24, 272
-NO_LABELS = 6  # a micro-batch where nothing is learned, of rank 0
+STEPS, MICRO_BATCHES, ROWS, SEQ_LEN, VOCAB_SIZE = 5, 8, 2, 24, 272
+NO_LABELS = 6  # a micro-batch where nothing is learned
+SLOW_RANK = 3
 
 
 class Labelled:
@@ -48,6 +50,8 @@ class Labelled:
         self.position, self.rank, self.world = 0, rank, world
 
     def __next__(self) -> dict[str, Any]:
+        if self.rank == SLOW_RANK:  # of two there is none
+            time.sleep(0.2)
         number = self.position + self.rank
         self.position += self.world
         generator = torch.Generator().manual_seed(number)
@@ -79,6 +83,7 @@ JOINT = [("joint", 0, STEPS)]
 FROZEN = [("heads", 0, STEPS)]
 KINDS = {
     "medusa1": FROZEN,
+    "hydra": FROZEN,
     "medusa2": TWO_STAGES,
     "medusa2_lora": TWO_STAGES,
     "medusa2_distilled": JOINT,
@@ -86,6 +91,8 @@ KINDS = {
     "eagle3": FROZEN,
     "mtp_parallel": JOINT,
     "mtp_sequential": JOINT,
+    "mtp_causal": FROZEN,  # as mtp_finetune has them
+    "pretrain": [("train", 0, STEPS)],
     "draft": [("train", 0, STEPS)],
 }
 
@@ -102,11 +109,12 @@ def build_base(kind: str) -> Any:
 
 def build_heads(kind: str, base: Any) -> tuple[Heads, dict[str, Any]]:
     """Return heads of a kind, and how their losses are weighed."""
-    if kind.startswith("medusa"):
-        medusa = MedusaHeads(3, 1, 16, VOCAB_SIZE, "shared" if kind == "medusa2" else "own")
+    if kind == "hydra" or kind.startswith("medusa"):
+        own = {"condition": True} if kind == "hydra" else {}
+        medusa = MedusaHeads(3, 1, 16, VOCAB_SIZE, "shared" if kind == "medusa2" else "own", **own)
         medusa.init_from_output(base.get_output_embeddings().weight)
         return medusa, {}
-    if KINDS[kind] is FROZEN:
+    if kind in ("block", "eagle3"):
         options = {"anchors": 8, "num_taps": 2}
         asked = HeadsConfig(kind, options, 3, 1, "own", correction="markov", markov_rank=4)
         tapped = TAPPED[kind].from_settings(asked, base, output_layer(base))
@@ -126,6 +134,8 @@ def build_objective(
     if kind == "draft":  # its teacher is a frozen module of the objective
         draft = build_tiny_llama(seed=3, hidden_size=8, intermediate_size=16, num_hidden_layers=1)
         return draft, DraftObjective(draft, base, DraftConfig(loss="lk_lambda"))
+    if kind == "pretrain":
+        return nn.Module(), LMObjective(base)
     made, weights = build_heads(kind, base)
     heads = heads or made
     loss = LossConfig(**weights, base="distill" if kind == "medusa2_distilled" else "labels")
@@ -142,10 +152,14 @@ def write_base(folder: Path) -> Path:
 def export(path: Path, kind: str, base: Any, heads: Any, original: Path) -> None:
     """Write what the recipe of a kind writes, with its own functions."""
     # MTP models are from scratch
-    name, tokenizer = "" if kind.startswith("mtp") else str(original), build_byte_tokenizer()
+    scratch = KINDS[kind] is not FROZEN and kind.startswith("mtp")
+    name, tokenizer = "" if scratch else str(original), build_byte_tokenizer()
     info = origin(name, {"recipe": kind, "steps": STEPS})
     if kind == "draft":
         save_draft(path, heads, tokenizer, info | {"measured": {}})
+        return
+    if kind == "pretrain":
+        save_plain_model(path, base, tokenizer, dtype="float32")
         return
     if has_adapter(base):
         merge_adapter(base)
