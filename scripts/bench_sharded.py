@@ -53,9 +53,9 @@ class Settings:
         out: write the JSON there
     """
 
-    hidden: int = 2048
-    intermediate: int = 5632
-    layers: int = 24
+    hidden: int = 1024
+    intermediate: int = 2816
+    layers: int = 96
     vocab: int = 4096
     ranks: int = 2
     share: float = 0.75

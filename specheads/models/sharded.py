@@ -150,13 +150,16 @@ def take_part(model: PreTrainedModel) -> None:
         pass
 
 
-def whole(module: nn.Module) -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def whole(module: nn.Module) -> Iterator[None]:
     """Put the parts of a module's parameters together on all ranks while the context is open."""
-    if not is_sharded(module):
-        return contextlib.nullcontext()
-    import deepspeed
+    with contextlib.ExitStack() as gathered:
+        for parameter in module.parameters() if is_sharded(module) else ():
+            import deepspeed
 
-    return deepspeed.zero.GatheredParameters(list(module.parameters()))
+            # one by one, as DeepSpeed holds what it gathers at one time twice for a moment
+            gathered.enter_context(deepspeed.zero.GatheredParameters(parameter))
+        yield
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from specheads.models.base import load_base_model
 from specheads.models.checkpoint import load_export
-from tests.end_to_end import toy_runs
+from tests.end_to_end import parts, toy_runs
 from tests.processes import Process
 
 SCRIPTS = Path(__file__).parent
@@ -131,6 +131,16 @@ def test_ranks_equal_one_process(
         same(load_file(tmp_path / f"zero{stage}-{kind}.safetensors"), one)
         export = exported(reference / f"one-{kind}", kind)
         same(exported(tmp_path / f"zero{stage}-{kind}", kind), export)
+
+
+@pytest.mark.distributed
+def test_a_base_in_parts_is_the_base(tmp_path: Path) -> None:
+    """A tensor in the wrong rank's part, or a layer that stays whole: wrong numbers, or no memory.
+
+    Logits, merged adapters and written files are those of the base read whole, bit for bit; what
+    transformers puts together from several tensors, or names otherwise, is not read so, and said.
+    """
+    assert on_ranks(2, "parts.py", str(tmp_path)).count(" ok") == 2 * len(parts.BASES)
 
 
 @pytest.mark.distributed
