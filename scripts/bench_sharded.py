@@ -35,6 +35,14 @@ CASES = {
     "medusa1": ("+recipe=medusa1", "heads=shared"),
     "medusa2, adapter": ("+recipe=medusa2", "heads=shared", "adapter=lora", "adapter.rank=8"),
     "dflash": ("+recipe=dflash", "heads.num_layers=1", "heads.options.anchors=16"),
+    "medusa2, adapter, base in nf4, ZeRO-2": (
+        "+recipe=medusa2",
+        "heads=shared",
+        "adapter=lora",
+        "adapter.rank=8",
+        "model.quantization=nf4",
+        "deepspeed=zero2",
+    ),
     "medusa1, read whole": ("+recipe=medusa1", "heads=shared"),
 }
 
@@ -48,7 +56,7 @@ class Settings:
         share: of the bytes of the base's weights, that a rank may have resident
         steps: of each run
         dtype: of the weights
-        cases: of medusa1; medusa2, adapter; dflash; medusa1, read whole
+        cases: runs by their names in the table
         folder: where base and runs go; a temporary one if it is not given
         out: write the JSON there
     """
@@ -178,14 +186,19 @@ def main() -> None:
     for case in given.cases:
         run = root / "run"
         shutil.rmtree(run, ignore_errors=True)
+        words = CASES[case]
+        if "deepspeed=zero2" not in words:
+            words += (
+                "deepspeed=zero3",
+                *(f"+deepspeed.zero_optimization.{key}={n}" for key, n in zero.items()),
+            )
         words = [
-            *CASES[case], f"model={root / 'base'}", f"model.dtype={given.dtype}", "data=jsonl",
-            f"data.path={records}", f"hydra.run.dir={run}", "deepspeed=zero3", "device=cpu",
+            *words, f"model={root / 'base'}", f"model.dtype={given.dtype}", "data=jsonl",
+            f"data.path={records}", f"hydra.run.dir={run}", "device=cpu",
             "optim=adamw", f"steps={given.steps}", "optim.lr=1e-4", "autocast=none", "data.rows=1",
             "data.seq_len=64", "evaluate.every=0", "evaluate.num_prompts=2",
             "evaluate.loss_rows=2", "evaluate.max_new_tokens=16", "log.every=1",
             "log.wandb=disabled",
-            *(f"+deepspeed.zero_optimization.{key}={value}" for key, value in zero.items()),
         ]  # fmt: skip
         program = (WHOLE if "whole" in case else "") + MAIN
         found = {"case": case, **watched(program, words, given.ranks, limit)}

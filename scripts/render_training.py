@@ -640,3 +640,22 @@ def zero(read: Read) -> str:
         f"{table(head, lines)}\n\nMemory is predicted within {memory:.0%}; under DeepSpeed a step"
         f" takes {cells((min(slower), max(slower)), '.1f', ' to ')} times what was predicted."
     )
+
+
+def sharded(read: Read) -> str:
+    """Return the resident memory of ranks that train a base which none may hold whole."""
+    found = read("sharded")
+    gigabytes = lambda number: f"{number / 1e9:.2f}"  # noqa: E731
+    lines = [
+        f"{row['case']} | {', '.join(map(gigabytes, row['peaks']))}"
+        f" | {'killed' if row['killed'] else 'trained and exported'}"
+        for row in found["rows"]
+    ]
+    given, machine = found["settings"], found["environment"]
+    limit = given["share"] * found["base_bytes"]
+    return (
+        f"{table('run | peak of each rank, GB | end', lines)}\n\nA base of"
+        f" {found['numbers'] / 1e6:,.0f} million parameters, {gigabytes(found['base_bytes'])} GB in"
+        f" {given['dtype']}; limit {gigabytes(limit)} GB a rank, libraries included;"
+        f" {given['ranks']} ranks, {given['steps']} steps each; {machine['processor']}, {machine['date']}."
+    )

@@ -40,6 +40,7 @@ from specheads.training.rule import as_decided, open_keys
 FREE_TO_CHANGE = (
     "name", "run_dir", "max_steps", "resume", "resume_trust", "dry_run", "log", "checkpoint",
     "device", "dist_timeout", "optim.skip_nonfinite", "tree", "evaluate", "model.tuned",
+    "model.device_map",
 )  # fmt: skip
 
 
@@ -71,7 +72,8 @@ def flatten_settings(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def _is_free(key: str) -> bool:
-    return key in FREE_TO_CHANGE or key.split(".")[0] in FREE_TO_CHANGE
+    names = key.split(".")  # of a device map each part is a setting
+    return not {key, names[0], ".".join(names[:2])}.isdisjoint(FREE_TO_CHANGE)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -152,7 +154,8 @@ def check_settings(path: Path, state: Mapping[str, Any], cfg: TrainConfig) -> No
     if state["world_size"] != dist.world_size() and (why := _one_world_only(cfg)):
         raise ConfigError(
             f"{path} was written by {state['world_size']} processes, this run has "
-            f"{dist.world_size()}: {why} goes on with as many as before"
+            f"{dist.world_size()}: {why} goes on with as many as before; start"
+            f" {state['world_size']} processes"
         )
 
 
