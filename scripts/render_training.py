@@ -657,5 +657,6 @@ def sharded(read: Read) -> str:
         f"{table('run | peak of each rank, GB | end', lines)}\n\nA base of"
         f" {found['numbers'] / 1e6:,.0f} million parameters, {gigabytes(found['base_bytes'])} GB in"
         f" {given['dtype']}; limit {gigabytes(limit)} GB a rank, libraries included;"
-        f" {given['ranks']} ranks, {given['steps']} steps each; {machine['processor']}, {machine['date']}."
+        f" {given['ranks']} ranks, {given['steps']} steps each; {machine['processor']},"
+        f" {machine['date']}."
     )
