@@ -31,19 +31,13 @@ from specheads.models.manifest import write_json
 
 WHOLE = "import specheads.training.setup as setup\nsetup._in_parts = lambda cfg: None\n"
 MAIN = "import sys\nfrom specheads.train import main\nsys.argv[0] = 'train'\nmain()\n"
+LORA = "+recipe=medusa2 heads=shared adapter=lora adapter.rank=8 model.gradient_checkpointing=true"
 CASES = {
-    "medusa1": ("+recipe=medusa1", "heads=shared"),
-    "medusa2, adapter": ("+recipe=medusa2", "heads=shared", "adapter=lora", "adapter.rank=8"),
-    "dflash": ("+recipe=dflash", "heads.num_layers=1", "heads.options.anchors=16"),
-    "medusa2, adapter, base in nf4, ZeRO-2": (
-        "+recipe=medusa2",
-        "heads=shared",
-        "adapter=lora",
-        "adapter.rank=8",
-        "model.quantization=nf4",
-        "deepspeed=zero2",
-    ),
-    "medusa1, read whole": ("+recipe=medusa1", "heads=shared"),
+    "medusa1": "+recipe=medusa1 heads=shared",
+    "medusa2, adapter": LORA,
+    "dflash": "+recipe=dflash heads.num_layers=1 heads.options.anchors=16",
+    "medusa2, adapter, base in nf4, ZeRO-2": f"{LORA} model.quantization=nf4 deepspeed=zero2",
+    "medusa1, read whole": "+recipe=medusa1 heads=shared",
 }
 
 
