@@ -32,8 +32,9 @@ from specheads.drafters.length import FixedLength
 from specheads.measure import rows as report
 from specheads.measure.bench import Contest
 from specheads.measure.clock import Prompt, Runs, clock
+from specheads.measure.identity import logits_at
 from specheads.measure.render import Columns, figure, interval, make_table
-from specheads.models.base import input_device, input_embedding
+from specheads.models.base import input_embedding
 from specheads.system import hardware
 from specheads.system.terminal import progress_bar
 from specheads.verification.sampling import Sampler
@@ -227,10 +228,9 @@ def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
 def _logits_before(model: PreTrainedModel, text: Sequence[int], num: int) -> Tensor:
     """Return the logits [num, V] that the last ``num`` tokens of ``text`` are chosen from."""
     # a draft has no embedding for what the base alone pads its vocabulary with
-    ids = torch.tensor([text[:-1]], device=input_device(model))
-    ids = ids.clamp(max=input_embedding(model).shape[0] - 1)
-    logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=num).logits
-    return logits[0, -num:]
+    last = input_embedding(model).shape[0] - 1
+    ids = [min(token, last) for token in text[:-1]]
+    return logits_at(model, ids, range(len(ids) - num, len(ids)))
 
 
 _CLOCK_TOKENS = 48  # of the texts that steps are clocked on

@@ -30,6 +30,7 @@ from transformers import DynamicCache, PreTrainedModel
 from specheads.decoding.choose import EXACT_DTYPES
 from specheads.measure.clock import Prompt
 from specheads.models.adapters import in_float32
+from specheads.models.base import input_device
 from specheads.models.forward import replay
 from specheads.verification.sampling import Sampler, gumbel_noise
 
@@ -147,6 +148,27 @@ def unit_in_last_place(number: float, dtype: torch.dtype) -> float:
     return math.ldexp(torch.finfo(dtype).eps, math.frexp(number)[1] - 1) if number else 0.0
 
 
+@torch.inference_mode()
+def logits_at(model: PreTrainedModel, ids: Sequence[int], places: Sequence[int]) -> Tensor:
+    """Return the logits [N, V] of the token behind each of ``places``, in the model's dtype.
+
+    Args:
+        model: any causal language model.
+        ids: the text, at most as long as the model's context.
+        places: N of its positions, rising.
+    """
+    device = input_device(model)
+    text = torch.tensor([list(ids)], device=device)
+    kept = torch.tensor(list(places), device=device)
+    positions = torch.arange(text.shape[1], device=device)[None]
+    logits: Tensor = model(
+        input_ids=text, position_ids=positions, use_cache=False, logits_to_keep=kept
+    ).logits[0]
+    if logits.shape[0] != len(places):  # the model has returned them all
+        logits = logits[kept.to(logits.device)]
+    return logits
+
+
 def given_logits(model: PreTrainedModel, ids: Tensor, start: int, width: int) -> Tensor:
     """Return the logits of a text from its last prompt token on, through transformers' own cache.
 
@@ -159,10 +181,8 @@ def given_logits(model: PreTrainedModel, ids: Tensor, start: int, width: int) ->
     Returns:
         [T - start + 1, V] float32.
     """
-    num_rows = ids.shape[1] - start + 1
     if not width:
-        whole: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=num_rows).logits
-        return whole[0, -num_rows:].float()
+        return logits_at(model, ids[0].tolist(), range(start - 1, ids.shape[1])).float()
     cache = DynamicCache(config=model.config)
     first = model(input_ids=ids[:, :start], past_key_values=cache, logits_to_keep=1).logits
     rows = [first[0, -1:]]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError
@@ -25,10 +26,10 @@ from specheads.decoding.result import DecodedRow, divergence_said, mean_divergen
 from specheads.drafters.contract import Drafter
 from specheads.losses.cross_entropy import IGNORE
 from specheads.measure.clock import Prompt
-from specheads.measure.identity import first_difference
+from specheads.measure.identity import first_difference, logits_at
 from specheads.measure.render import Columns, estimate, make_table
 from specheads.measure.rows import mean_accept_length, ratio_ci95, rep8
-from specheads.models.base import context_length, input_device
+from specheads.models.base import context_length
 from specheads.system.terminal import progress_bar
 from specheads.verification.sampling import Sampler
 
@@ -36,40 +37,12 @@ _ROWS = 256  # rows that become float32 at a time: they are as wide as a vocabul
 
 
 @torch.inference_mode()
-def logits_at(model: PreTrainedModel, ids: Sequence[int], places: Sequence[int]) -> Tensor:
-    """Return the logits [N, V] of the token behind each of ``places``, in the model's dtype.
-
-    Args:
-        model: any causal language model.
-        ids: the text, at most as long as the model's context.
-        places: N of its positions, rising.
-    """
-    device = input_device(model)
-    text = torch.tensor([list(ids)], device=device)
-    kept = torch.tensor(list(places), device=device)
-    positions = torch.arange(text.shape[1], device=device)[None]
-    logits: Tensor = model(
-        input_ids=text, position_ids=positions, use_cache=False, logits_to_keep=kept
-    ).logits[0]
-    if logits.shape[0] != len(places):  # the model has returned them all
-        logits = logits[kept.to(logits.device)]
-    return logits
-
-
-@torch.inference_mode()
-def log_likelihood(logits: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the logarithm of each token's probability [N], and whether it was the likeliest [N].
-
-    Args:
-        logits: [N, V].
-        tokens: N.
-    """
+def loss_of(logits: Tensor, tokens: Sequence[int]) -> float:
+    """Return nats over all of N ``tokens``, given the logits [N, V] that each was drawn from."""
     chosen = torch.tensor(list(tokens), device=logits.device)
-    found, best = [], []
-    for rows, of in zip(logits.split(_ROWS), chosen.split(_ROWS), strict=True):
-        found.append(rows.float().log_softmax(-1).gather(1, of[:, None])[:, 0])
-        best.append(rows.argmax(-1) == of)
-    return torch.cat(found).cpu(), torch.cat(best).cpu()
+    parts = zip(logits.split(_ROWS), chosen.split(_ROWS), strict=True)
+    losses = [cross_entropy(rows.float(), of, reduction="none") for rows, of in parts]
+    return float(torch.cat(losses).double().sum())
 
 
 @torch.inference_mode()
@@ -116,20 +89,15 @@ def read_answers(
         places = answer_places(document)
         tokens = [ids[place + 1] for place in places]
         logits = logits_at(base, ids, places)
-        reading = {"num_tokens": float(len(tokens)), "loss": _loss(logits, tokens)}
+        reading = {"num_tokens": float(len(tokens)), "loss": loss_of(logits, tokens)}
         if original is not None:
             others = logits_at(original, ids, places)
             kl, same = divergence(others, logits)
-            reading["original_loss"] = _loss(others, tokens)
+            reading["original_loss"] = loss_of(others, tokens)
             reading["loss_difference"] = reading["loss"] - reading["original_loss"]
             reading |= {"kl": float(kl.double().sum()), "same_best": float(same.sum())}
         found.append(reading)
     return found
-
-
-def _loss(logits: Tensor, tokens: Sequence[int]) -> float:
-    """Return nats over all ``tokens``."""
-    return -float(log_likelihood(logits, tokens)[0].double().sum())
 
 
 def answer_places(document: Encoded) -> list[int]:
@@ -303,7 +271,7 @@ def lossy_cost(
 def text_loss(base: PreTrainedModel, prompt: Sequence[int], new_tokens: Sequence[int]) -> float:
     """Return what the base model makes of a text, in nats over all its tokens."""
     ids = [*prompt, *new_tokens]
-    return _loss(logits_at(base, ids[:-1], range(len(prompt) - 1, len(ids) - 1)), new_tokens)
+    return loss_of(logits_at(base, ids[:-1], range(len(prompt) - 1, len(ids) - 1)), new_tokens)
 
 
 def _mean(key: str, values: Sequence[float], weights: Sequence[float]) -> dict[str, Any]:

@@ -15,14 +15,14 @@ from specheads.decoding.loop import plain_decode
 from specheads.drafters.lookup import SuffixDrafter
 from specheads.losses.cross_entropy import IGNORE
 from specheads.measure.clock import Prompt
+from specheads.measure.identity import logits_at
 from specheads.measure.quality import (
     agreement,
     answer_places,
     divergence,
     format_quality,
     greedy_agreement,
-    log_likelihood,
-    logits_at,
+    loss_of,
     lossy_cost,
     read_answers,
     summarise,
@@ -140,9 +140,8 @@ def test_distances_of_many_rows_and_of_other_widths() -> None:
     assert divergence(never, q)[0].isfinite().all()
     assert divergence(q, never)[0].isinf().all(), "what the tuned model rules out is lost"
     tokens = list(range(7)) * 85 + [0] * 5
-    log_probs, best = log_likelihood(p, tokens)
-    assert torch.allclose(log_probs, p.log_softmax(1)[range(600), tokens], atol=1e-6)
-    assert torch.equal(best, p.argmax(1) == torch.tensor(tokens))
+    expected = -p.double().log_softmax(1)[range(600), tokens].sum()
+    assert loss_of(p, tokens) == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_agreement_counts_to_the_first_difference() -> None:
