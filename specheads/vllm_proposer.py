@@ -1,32 +1,28 @@
-"""Our drafters of token ids as classes that vLLM imports by name, its method ``custom_class``.
+"""A drafter of token ids as a class that vLLM imports by name, its method ``custom_class``.
 
 ``vllm serve BASE --speculative-config '{"method": "custom_class", "model":
 "specheads.vllm_proposer.SuffixProposer", "num_speculative_tokens": 8}'``, in an environment where
 both packages are installed. vLLM makes ``Class(vllm_config)`` once, and calls ``propose`` after
 every step with the rows of its batch; it verifies what comes back with its own sampler, so what is
-proposed changes its speed and never its output. It hands a proposer token ids: these here read
-nothing else; heads are in :mod:`specheads.vllm_heads`.
+proposed changes its speed and never its output. It hands a proposer token ids: this one reads
+nothing else; heads are in :mod:`specheads.vllm_heads`. Copies of the last few tokens' latest
+continuation are vLLM's own method ``ngram``.
 
-``SuffixProposer`` copies what most often followed the longest suffix of a request's text that
-occurred in it before, ``NgramProposer`` what followed its last few tokens, and
-``LookaheadPoolProposer`` the n-grams that any request wrote lately. Other settings than the class
-attributes below: a subclass in a module of one's own, named in ``model``; of vLLM's settings only
-``num_speculative_tokens`` arrives.
+Other settings than the class attributes below: a subclass in a module of one's own, named in
+``model``; of vLLM's settings only ``num_speculative_tokens`` arrives.
 
 Written for the call of vLLM 0.32 and 0.33; nothing of vLLM is imported here.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from specheads.drafters.lookahead import NgramPool
-from specheads.drafters.lookup import NgramRow, SuffixAutomaton
+from specheads.drafters.lookup import SuffixAutomaton
 
 State = TypeVar("State")
 Tokens = NDArray[np.integer[Any]]
@@ -97,8 +93,10 @@ class TextStates(Generic[State]):
             del self._known[next(iter(self._known))]
 
 
-class Proposer(ABC, Generic[State]):
-    """What vLLM calls, for a way to guess that keeps a state per request.
+class SuffixProposer:
+    """Proposes what most often followed the longest suffix that occurred before in the text.
+
+    The chain of ``decode.drafter=suffix``, whose trees vLLM cannot verify.
 
     Args:
         vllm_config: vLLM's settings.
@@ -108,10 +106,14 @@ class Proposer(ABC, Generic[State]):
         max_length: how long a text may become, in tokens.
     """
 
+    min_match = 1  # shortest suffix to follow
+    per_match = 3.0  # a suffix of n tokens is followed for at most per_match * n
+    min_share = 0.3  # ends where the whole chain followed less often than this
+
     def __init__(self, vllm_config: Any) -> None:
         self.num_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
         self.max_length = int(vllm_config.model_config.max_model_len)
-        self._states: TextStates[State] = TextStates()
+        self._states: TextStates[SuffixAutomaton] = TextStates()
 
     def propose(
         self,
@@ -135,58 +137,17 @@ class Proposer(ABC, Generic[State]):
     def load_model(self, *args: object, **kwargs: object) -> None:
         """Do nothing: vLLM asks every proposer to load its model, and there is none."""
 
-    def _read(self, text: Tokens, num_new: int) -> State:
+    def _read(self, text: Tokens, num_new: int) -> SuffixAutomaton:
         """Return the state of a text, ``num_new`` of whose tokens are new."""
         known, state = len(text) - num_new, self._states.take(text[:-num_new])
         if state is None:
-            known, state = 0, self._begin()
-        self._extend(state, text[known:].tolist())
+            known, state = 0, SuffixAutomaton()
+        state.extend(text[known:].tolist())
         self._states.keep(text, state)
         return state
 
-    @abstractmethod
-    def _begin(self) -> State:
-        """Return the state of an empty text."""
-
-    def _extend(self, state: State, new: list[int]) -> None:
-        """Tell a state the tokens that follow."""
-        cast(Any, state).extend(new)
-
-    @abstractmethod
-    def _guess(self, state: State, limit: int) -> list[int]:
-        """Return at most ``limit`` tokens that may follow the state's text."""
-
-
-class NgramProposer(Proposer[NgramRow]):
-    """Proposes the continuation of the latest earlier match of a request's last tokens.
-
-    As ``decode.drafter=lookup`` does.
-    """
-
-    max_ngram = 8  # longest suffix to look up; shorter ones are tried after it
-    min_ngram = 1
-
-    def _begin(self) -> NgramRow:
-        return NgramRow(self.max_ngram, self.num_tokens, self.min_ngram)
-
-    def _guess(self, state: NgramRow, limit: int) -> list[int]:
-        return state.look_up()[:limit]
-
-
-class SuffixProposer(Proposer[SuffixAutomaton]):
-    """Proposes what most often followed the longest suffix that occurred before in the text.
-
-    The chain of ``decode.drafter=suffix``, whose trees vLLM cannot verify.
-    """
-
-    min_match = 1  # shortest suffix to follow
-    per_match = 3.0  # a suffix of n tokens is followed for at most per_match * n
-    min_share = 0.3  # ends where the whole chain followed less often than this
-
-    def _begin(self) -> SuffixAutomaton:
-        return SuffixAutomaton()
-
     def _guess(self, state: SuffixAutomaton, limit: int) -> list[int]:
+        """Return at most ``limit`` tokens that may follow the state's text."""
         here = state.match
         matched, share = state.length[here], 1.0
         if matched < self.min_match:
@@ -199,52 +160,3 @@ class SuffixProposer(Proposer[SuffixAutomaton]):
                 break
             found.append(token)
         return found
-
-
-class LookaheadPoolProposer(Proposer[list[int]]):
-    """Proposes the n-grams that any request wrote lately, from one pool for all of them.
-
-    The pool of lookahead decoding, filled from the texts: vLLM reads no window for a proposer. A
-    request is helped by what others wrote before it, so how fast it runs depends on them; what it
-    returns does not. A request's state is the last N - 1 tokens of its text.
-    """
-
-    ngram = 4  # tokens of an n-gram
-    guesses = 7  # n-grams kept under each first token
-    num_kept = 1 << 20  # n-grams after which the older half of the pool begins to be forgotten
-
-    def __init__(self, vllm_config: Any) -> None:
-        super().__init__(vllm_config)
-        if self.ngram < 2:
-            raise ValueError(f"ngram must be at least 2, got {self.ngram}")
-        self._pools = [NgramPool(self.guesses), NgramPool(self.guesses)]  # the newer first
-        self._entered = 0
-
-    def _begin(self) -> list[int]:
-        return []
-
-    def _extend(self, state: list[int], new: list[int]) -> None:
-        """Enter the n-grams that new tokens complete."""
-        text = [*state, *new]
-        for first in range(len(text) - self.ngram + 1):
-            if self._entered == self.num_kept:
-                self._pools, self._entered = [NgramPool(self.guesses), self._pools[0]], 0
-            self._pools[0].add(text[first], tuple(text[first + 1 : first + self.ngram]))
-            self._entered += 1
-        state[:] = text[-(self.ngram - 1) :]
-
-    def _guess(self, state: list[int], limit: int) -> list[int]:
-        """Copy the rest of the latest n-gram that agrees with most of the last tokens; repeat."""
-        text = list(state)
-        while len(text) - len(state) < limit and (rest := self._rest(text)):
-            text += rest
-        return text[len(state) :][:limit]
-
-    def _rest(self, text: list[int]) -> tuple[int, ...]:
-        for length in range(min(self.ngram - 1, len(text)), 0, -1):
-            first, *known = text[-length:]
-            for pool in self._pools:
-                for rest in pool.latest(first):
-                    if rest[: length - 1] == tuple(known):
-                        return rest[length - 1 :]
-        return ()

@@ -34,8 +34,6 @@ _DRAFT = "a draft model (+recipe=distill) can be served there"
 _OF_OTHERS = ("eagle-", "eagle3", "dflash", "dspark")
 DEEPSEEK = "deepseek_v3"
 NATIVE_MTP = (DEEPSEEK, "glm4_moe")  # bases whose MTP layers engines know by themselves
-# classes of specheads/vllm_proposer.py, which guess from the text, without heads
-PROPOSERS = ("SuffixProposer", "NgramProposer", "LookaheadPoolProposer")
 _HEADS = "specheads.vllm_heads.HeadsProposer"
 _BESIDE = "needs specheads in vLLM's environment, and its first model runner: docs/serving_vllm.md"
 COPIED = 8  # tokens guessed per step at most; where nothing was written before, nothing is guessed
@@ -232,9 +230,9 @@ def draft_model(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     ]
 
 
-def proposer_settings(proposer: str = PROPOSERS[0]) -> dict[str, Any]:
-    """Return the value of vLLM's ``--speculative-config`` for one of ``PROPOSERS``."""
-    return speculative("custom_class", COPIED, f"specheads.vllm_proposer.{proposer}")
+def proposer_settings() -> dict[str, Any]:
+    """Return the value of vLLM's ``--speculative-config`` for guesses from the text."""
+    return speculative("custom_class", COPIED, "specheads.vllm_proposer.SuffixProposer")
 
 
 def text_copies(place: str, note: str = "", needed: str = "") -> list[Serving]:

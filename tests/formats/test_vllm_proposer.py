@@ -1,4 +1,4 @@
-"""Proposers for vLLM, against a re-statement of how vLLM 0.32 and 0.33 call them."""
+"""The proposer for vLLM, against a re-statement of how vLLM 0.32 and 0.33 call them."""
 
 from __future__ import annotations
 
@@ -20,28 +20,22 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
+from specheads import vllm_proposer
 from specheads.formats import serving
 from specheads.models import mtp_hf
 from specheads.system.registration import register
-from specheads.vllm_proposer import (
-    SPARED,
-    LookaheadPoolProposer,
-    NgramProposer,
-    Proposer,
-    SuffixProposer,
-)
+from specheads.vllm_proposer import SPARED, SuffixProposer
 
-PROPOSERS = [NgramProposer, SuffixProposer, LookaheadPoolProposer]
 NUM_TOKENS, MAX_LENGTH = 5, 60
 GARBAGE = 77  # what stands in vLLM's buffer where nothing was written
 
 
-def vllm_config(num_tokens: int = NUM_TOKENS, max_length: int = MAX_LENGTH, **more: Any) -> Any:
+def vllm_config(num_tokens: int = NUM_TOKENS, max_length: int = MAX_LENGTH) -> Any:
     """Return what a proposer reads of vLLM's settings."""
     return SimpleNamespace(
         speculative_config=SimpleNamespace(
             num_speculative_tokens=num_tokens,
-            **{"prompt_lookup_max": 0, "prompt_lookup_min": 0, **more},
+            **{"prompt_lookup_max": 0, "prompt_lookup_min": 0},
         ),
         model_config=SimpleNamespace(max_model_len=max_length),
     )
@@ -189,22 +183,21 @@ def plain(greedy: Any) -> dict[int, list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("kind", PROPOSERS)
 def test_an_engine_returns_the_tokens_of_plain_decoding(
-    kind: type, greedy: Any, plain: dict[int, list[int]]
+    greedy: Any, plain: dict[int, list[int]]
 ) -> None:
     """A proposer that mixes up rows, or guesses where it may not, stops or slows a server.
 
     Rows change places, requests come, go and wait, prompts are read in parts.
     """
     requests = [Request(name, text, LIMITS[name]) for name, text in enumerate(prompts())]
-    engine = Engine(kind(vllm_config()), greedy, requests)
+    engine = Engine(SuffixProposer(vllm_config()), greedy, requests)
     assert engine.run() == plain
     assert engine.accepted > 10, "nothing was guessed right: the test would not see wrong guesses"
 
 
 def by_suffix(text: list[int], limit: int) -> list[int]:
-    """Return the guesses of SuffixProposer, by looking at every place of the text anew."""
+    """Return the guesses of the class, by looking at every place of the text anew."""
 
     def places(part: list[int], end: int) -> list[int]:
         size = len(part)
@@ -236,27 +229,13 @@ def last(values: list[int], value: int) -> int:
     return max(i for i, each in enumerate(values) if each == value)
 
 
-def by_ngram(text: list[int], limit: int) -> list[int]:
-    """Return the guesses of NgramProposer, by looking at every place of the text anew."""
-    for size in range(min(8, len(text)), 0, -1):
-        part = text[len(text) - size :]
-        ends = [i + size for i in range(len(text) - size) if text[i : i + size] == part]
-        if ends:
-            known = list(text)
-            for source in range(ends[-1], ends[-1] + limit):
-                known.append(known[source])
-            return known[len(text) :]
-    return []
-
-
-@pytest.mark.parametrize("kind,reference", [(SuffixProposer, by_suffix), (NgramProposer, by_ngram)])
-def test_guesses_are_those_of_the_text_alone(kind: type, reference: Any) -> None:
+def test_guesses_are_those_of_the_text_alone() -> None:
     """A row that keeps what another request wrote guesses its tokens, which are hardly accepted.
 
     Four texts grow in rows that change at every call; a new one begins with all of another.
     """
     draw = random.Random(5)
-    proposer = kind(vllm_config(max_length=1000))
+    proposer = SuffixProposer(vllm_config(max_length=1000))
     texts = [[draw.randrange(3)] for _ in range(4)]
     tokens, lengths = np.full((5, 1000), GARBAGE, np.int32), np.zeros(5, np.int32)
     guessed = 0
@@ -273,7 +252,7 @@ def test_guesses_are_those_of_the_text_alone(kind: type, reference: Any) -> None
             sampled.append(new)
         found = proposer.propose(sampled, lengths, tokens, slot_mappings=None)
         expected = [
-            reference(texts[name], NUM_TOKENS) if new else []
+            by_suffix(texts[name], NUM_TOKENS) if new else []
             for name, new in zip(order, sampled, strict=True)
         ]
         assert found == expected, f"call {call}"
@@ -292,96 +271,61 @@ def propose(proposer: Any, *texts: list[int]) -> list[list[int]]:
     return found
 
 
-def test_the_pool_is_everybodys() -> None:
-    """A pool of the own text alone is what prompt lookup does; what others wrote would be lost."""
-    proposer = LookaheadPoolProposer(vllm_config())
-    assert propose(proposer, [1, 2, 3, 4, 5, 6, 7, 8]) == [[]]
-    assert propose(proposer, [30, 31, 4]) == [[5, 6, 7, 8]], "4-grams: 4 5 6 7, then 5 6 7 8"
-    # 9 follows 4 later than 5 does, but 5 after 3 4
-    assert propose(proposer, [40, 4, 9, 9, 9], [41, 3, 4]) == [[], [5, 6, 7, 8]]
-    assert propose(proposer, [42, 4]) == [[9, 9, 9]]
-
-
-def test_the_pool_forgets() -> None:
-    """A pool that only grows fills the memory of a server that runs for weeks."""
-
-    class Small(LookaheadPoolProposer):
-        num_kept = 50
-
-    proposer = Small(vllm_config(max_length=10_000))
-    for start in range(0, 2000, 20):
-        propose(proposer, list(range(start, start + 20)))
-    held = sum(len(known) for pool in proposer._pools for known in pool._known.values())
-    assert 50 <= held <= 100
-    assert propose(proposer, [5000, 1985]) == [[1986, 1987, 1988, 1989, 1990]]
-    assert propose(proposer, [5001, 3]) == [[]]
-
-
-class Reader(Proposer[list[int]]):
-    """Keeps texts, and counts those that it has to read from their beginning."""
+class Text(list[int]):
+    """A state that is the text itself; counts how often one is begun."""
 
     begun = 0
 
-    def _begin(self) -> list[int]:
-        self.begun += 1
-        return []
+    def __init__(self) -> None:
+        type(self).begun += 1
 
-    def _extend(self, state: list[int], new: list[int]) -> None:
-        state += new
 
-    def _guess(self, state: list[int], limit: int) -> list[int]:
+class Reader(SuffixProposer):
+    """Guesses the text that it has read."""
+
+    def _guess(self, state: Any, limit: int) -> list[int]:
         return list(state)
 
 
-def test_texts_of_ended_requests_are_let_go() -> None:
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> Reader:
+    """Return a proposer whose states are texts."""
+    monkeypatch.setattr(vllm_proposer, "SuffixAutomaton", Text)
+    monkeypatch.setattr(Text, "begun", 0)
+    return Reader(vllm_config())
+
+
+def test_texts_of_ended_requests_are_let_go(reader: Reader) -> None:
     """A state per request that ever came fills the memory of a server too."""
-    reader = Reader(vllm_config())
     for start in range(100):
         assert propose(reader, [start, start + 1]) == [[start, start + 1]]
     assert sum(map(len, reader._states._known.values())) <= 1 + SPARED
 
 
-def test_a_request_that_waited_is_known_again() -> None:
+def test_a_request_that_waited_is_known_again(reader: Reader) -> None:
     """Reading a long prompt anew each time its request comes back would stall the whole batch."""
-    reader, one, two = Reader(vllm_config()), [*range(50)], [*range(100, 150)]
+    one, two = [*range(50)], [*range(100, 150)]
     propose(reader, one, two)
     propose(reader, [*two, 7])  # the first waits, the second moves into its row
     found = propose(reader, [*one, 8], [*two, 7, 9])
     assert found[0][-2:] == [49, 8] and found[1][-3:] == [149, 7, 9]
-    assert reader.begun == 2
+    assert Text.begun == 2
     same = [*one, 8]
     propose(reader, same, same)
     assert propose(reader, [*same, 1], [*same, 2]) == [[*same, 1], [*same, 2]]
 
 
-@pytest.mark.parametrize("kind", PROPOSERS)
-def test_no_guess_beyond_the_longest_text(kind: type) -> None:
+def test_no_guess_beyond_the_longest_text() -> None:
     """A text that outgrows max_model_len ends the server: vLLM asserts that none does."""
     text = [1, 2, 3, 4] * 4
     for room, expected in [(6, 5), (3, 2), (2, 1), (1, 0), (0, 0)]:
-        proposer = kind(vllm_config(max_length=len(text) + room))
+        proposer = SuffixProposer(vllm_config(max_length=len(text) + room))
         assert [len(each) for each in propose(proposer, text)] == [expected], room
 
 
-@pytest.mark.parametrize("longest,shortest", [(0, 0), (1, 1), (4, 3)])
-def test_settings_are_those_of_the_class(longest: int, shortest: int) -> None:
-    """A setting that works here and never arrives in vLLM looks as if it had been taken.
-
-    vLLM sets ``prompt_lookup_max`` and ``prompt_lookup_min`` to 0 for a custom class, whatever the
-    user wrote, so that a class that reads them promises what no server does.
-    """
+def test_settings_are_those_of_the_class() -> None:
+    """A setting of a subclass that is not read looks as if it had been taken."""
     text = [1, 2, 9, 5, 2, 8, 1, 2]
-    given = {"prompt_lookup_max": longest, "prompt_lookup_min": shortest}
-    assert propose(NgramProposer(vllm_config(**given)), text) == [[9, 5, 2, 8, 1]]
-
-    class Shorter(NgramProposer):
-        max_ngram = 1
-
-    class Longer(NgramProposer):
-        min_ngram = 3
-
-    assert propose(Shorter(vllm_config(2, **given)), text) == [[8, 1]]
-    assert propose(Longer(vllm_config(**given)), text) == [[]]
 
     class Surer(SuffixProposer):
         min_match = 3
@@ -390,23 +334,21 @@ def test_settings_are_those_of_the_class(longest: int, shortest: int) -> None:
     assert propose(Surer(vllm_config()), text) == [[]]
 
 
-@pytest.mark.parametrize("kind", PROPOSERS)
-def test_another_call_than_the_known_one_is_refused(kind: type) -> None:
+def test_another_call_than_the_known_one_is_refused() -> None:
     """Texts without their newest tokens give guesses one step late: none is ever accepted."""
-    proposer = kind(vllm_config())
+    proposer = SuffixProposer(vllm_config())
     tokens, lengths = np.array([[4, 5, 6, GARBAGE]]), np.array([2])
     with pytest.raises(ValueError, match=r"row 0 ends with \[5\], but \[6\] were sampled"):
         proposer.propose([[6]], lengths, tokens)
     with pytest.raises(TypeError, match="Tensor, expected lists.*--no-async-scheduling"):
-        proposer.propose(torch.tensor([[6]]), lengths, tokens)
+        proposer.propose(torch.tensor([[6]]), lengths, tokens)  # type: ignore[arg-type]
     assert proposer.propose([[5]], torch.tensor([2]), torch.tensor([[4, 5, 9]])) == [[]]
-    assert proposer.load_model(object()) is None
+    proposer.load_model(object())
 
 
-@pytest.mark.parametrize("name", serving.PROPOSERS)
-def test_the_written_settings_name_classes_that_vllm_can_make(name: str) -> None:
+def test_the_written_settings_name_a_class_that_vllm_can_make() -> None:
     """The class is imported by the name in the settings: a renamed one fails at the user's."""
-    written = serving.proposer_settings(name)
+    written = serving.proposer_settings()
     assert written.keys() == {"method", "model", "num_speculative_tokens"}
     assert written["method"] == "custom_class" and written["num_speculative_tokens"] == 8
     module, _, found = written["model"].rpartition(".")
