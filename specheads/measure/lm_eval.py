@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specheads.config import ConfigError, DecodeConfig, dtype_name, export_of
 from specheads.config.commands import TextSettings
+from specheads.config.compose import to_config
 from specheads.decoding.generate import SpecDecoder, decode_many
 from specheads.models.base import context_length
 from specheads.system import hardware
@@ -70,22 +70,20 @@ class _Methods:
     """
 
     def __init__(self, *, max_batch_size: Any = None, **arguments: Any) -> None:
+        from omegaconf import OmegaConf
+
         del max_batch_size
         given = _ARGUMENTS | arguments
         if not given["checkpoint"]:
             raise ConfigError("--model_args needs checkpoint=<export or base model>")
         decode = {key: value for key, value in arguments.items() if key not in _ARGUMENTS}
-        known = {field.name: field for field in fields(DecodeConfig)}
-        if unknown := sorted(decode.keys() - known.keys()):
-            listed = ", ".join([*_ARGUMENTS, *known])
-            raise ConfigError(f"--model_args: unknown key {unknown[0]}; there are {listed}")
         device = str(given["device"] or "auto")
         if device.startswith("cuda") and not torch.cuda.is_available():
             device = "auto"  # lm-eval asks for a GPU where its user asked for nothing
         named = dtype_name("dtype", str(given["dtype"]), "auto")
         place, dtype, _ = hardware.prepare(device, named)
         checkpoint, batch_size = export_of(str(given["checkpoint"])), str(given["batch_size"])
-        chosen = DecodeConfig(**{key: _typed(key, value) for key, value in decode.items()})
+        chosen = to_config(OmegaConf.create(decode), DecodeConfig)
         self.decoder = SpecDecoder.from_pretrained(
             checkpoint, chosen, base=str(given["base"]), dtype=dtype, device=place
         )
@@ -142,21 +140,6 @@ class _Methods:
             written.append(torch.tensor(row.new_tokens))
         new = pad_sequence(written, batch_first=True, padding_value=tokenizer.pad_token_id)
         return torch.cat([context, new.to(context.device)], dim=1)
-
-
-def _typed(key: str, value: Any) -> Any:
-    """Return a value of ``--model_args`` as the setting's own type; lm-eval guesses."""
-    default = getattr(DecodeConfig(), key)
-    if isinstance(default, bool):
-        if str(value).lower() not in ("true", "false"):
-            raise ConfigError(f"--model_args: {key} must be true or false, got {value!r}")
-        return str(value).lower() == "true"
-    try:
-        return type(default)(value)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"--model_args: {key} must be a {type(default).__name__}, got {value!r}"
-        ) from None
 
 
 @cache

@@ -101,9 +101,9 @@ def test_arguments_are_settings(registry: dict[str, type], tiny_export: Path) ->
     assert (acceptance.rule, acceptance.epsilon) == ("lossy_typical", 1.0)
     for arguments, message in {
         "": "needs checkpoint=",
-        f"checkpoint={tiny_export},aceptance=exact": "unknown key aceptance; there are checkpoint",
-        f"checkpoint={tiny_export},epsilon=much": "epsilon must be a float, got 'much'",
-        f"checkpoint={tiny_export},compile=3": "compile must be true or false, got 3",
+        f"checkpoint={tiny_export},aceptance=exact": "unknown key aceptance; did you mean",
+        f"checkpoint={tiny_export},epsilon=much": "epsilon.*could not be converted to Float",
+        f"checkpoint={tiny_export},compile=maybe": "compile.*'maybe' is not a valid bool",
         f"checkpoint={tiny_export},max_length=9999": "max_length is 9999, but .* context is 512",
         "checkpoint=./nowhere": "nowhere",
     }.items():
