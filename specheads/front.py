@@ -29,7 +29,7 @@ from torch import Tensor
 from specheads.config import ConfigError, DecodeConfig, TrainConfig
 from specheads.config.commands import TextSettings
 from specheads.data.chat import Encoder
-from specheads.decoding.conversation import StepPrinter, text_of
+from specheads.decoding.conversation import GrowingText, text_of
 from specheads.decoding.exported import Chosen, Subject, choose_drafter, load_subject
 from specheads.decoding.generate import SpecDecoder, decode_many, room, settings_of
 from specheads.decoding.stream import Job, Stream
@@ -271,20 +271,14 @@ class Model:
         decoder = self.decoder
         stream = Stream(decoder.base, decoder.drafter, how, batch_size=1, evened=False)
         stream.add([Job.of(ids, how)])
-        shown: list[str] = []
-        printer, num_told = StepPrinter(self.subject.tokenizer, shown.append, color=False), 0
-        row = stream.output.rows[0]
-        while step := row.new_tokens[num_told:]:
-            printer(0, step)
-            yield Piece("".join(shown), step)
-            shown.clear()
-            num_told += len(step)
+        text, row = GrowingText(self.subject.tokenizer), stream.output.rows[0]
+        while step := row.new_tokens[len(text.tokens) :]:
+            yield Piece(text.add(step), step)
             if stream.free:
                 break
             stream.step()
-        printer.finish()
-        if shown:
-            yield Piece("".join(shown), [])
+        if rest := text.add([], ended=True):
+            yield Piece(rest, [])
 
     def compare(
         self,

@@ -76,7 +76,7 @@ def _decode_one(config: GenerateConfig, decoder: SpecDecoder, prompt: Tokens) ->
     names = ("new_tokens", "num_steps", "accept_length", "accept_lengths", "finished")
     found = {name: getattr(result, name) for name in names}
     found |= {"seconds": seconds, "tokens_per_second": rate}
-    return {"text": printer.text, "num_prompt_tokens": len(prompt), **found}
+    return {"text": printer.text.shown, "num_prompt_tokens": len(prompt), **found}
 
 
 def _decode_all(

@@ -213,14 +213,48 @@ def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     )
 
 
+class GrowingText:
+    """The text of tokens as they come; what may become something else is held back.
+
+    Bytes of an unfinished character wait for the step that completes it, and what may be the
+    beginning of a stop string for what follows.
+
+    Args:
+        tokenizer: the base model's.
+        stops: strings that end the text, none of which is shown.
+
+    Attributes:
+        tokens: so far.
+        shown: the text that was given out.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stops = tokenizer, stops
+        self.tokens: list[int] = []
+        self.shown = ""
+
+    def add(self, tokens: Sequence[int], *, ended: bool = False) -> str:
+        """Return the text that is new, with nothing held back if it has ``ended``."""
+        self.tokens += tokens
+        text = text_of(self.tokenizer, self.tokens)
+        found = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        if found:
+            text = text[: min(found)]
+        elif not ended:
+            text = text.rstrip("\ufffd")
+            held = max(map(len, self.stops), default=1) - 1
+            text = text[: len(text) - held] if held else text
+        new = text[len(self.shown) :]
+        self.shown += new
+        return new
+
+
 _BACKGROUNDS = (223, 153, 157, 225, 229, 189)  # pale, of the 256-colour palette
 
 
 @dataclass(eq=False, repr=False)
 class StepPrinter:
     """Prints the new tokens of every step as text; give it to a decoding loop as ``on_tokens``.
-
-    Bytes of an unfinished character wait for the step that completes it.
 
     Args:
         tokenizer: the base model's.
@@ -229,7 +263,7 @@ class StepPrinter:
         safe: write control characters as escapes, for a terminal that would obey them.
 
     Attributes:
-        text: all that was shown so far, without colours.
+        text: so far, without colours.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -237,24 +271,23 @@ class StepPrinter:
     _: KW_ONLY
     color: bool
     safe: bool = False
-    text: str = field(default="", init=False)
     num_steps: int = field(default=0, init=False)
-    _tokens: list[int] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.text = GrowingText(self.tokenizer)
 
     def __call__(self, row: int, tokens: list[int]) -> None:
         """Show one step's tokens; there is only one row."""
         assert row == 0
-        self._tokens += tokens
-        self._show(text_of(self.tokenizer, self._tokens).rstrip("\ufffd"))
+        self._show(self.text.add(tokens))
         self.num_steps += 1
 
     def finish(self) -> None:
         """Show what was held back; it will not be completed."""
-        self._show(text_of(self.tokenizer, self._tokens))
+        self._show(self.text.add([], ended=True))
 
-    def _show(self, text: str) -> None:
-        if piece := text[len(self.text) :]:
-            self.text = text
+    def _show(self, piece: str) -> None:
+        if piece:
             piece = harmless(piece) if self.safe else piece
             self.write(self._paint(piece) if self.color else piece)
 

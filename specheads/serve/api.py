@@ -30,7 +30,7 @@ from specheads.config import ConfigError, ServeConfig
 from specheads.config.commands import TextSettings
 from specheads.data.chat import Encoder
 from specheads.data.schema import RecordError
-from specheads.decoding.conversation import text_of
+from specheads.decoding.conversation import GrowingText
 from specheads.decoding.generate import TooLongError
 from specheads.serve.engine import BusyError, Engine, Step, Ticket, frequency_penalty
 from specheads.system.terminal import harmless
@@ -136,30 +136,6 @@ class ApiError(HTTPException):
         """Return it as a response."""
         again = {"Retry-After": "1"} if self.status in (429, 503) else None
         return JSONResponse(self.body, self.status, again)
-
-
-class _Text:
-    """The text of one choice as it grows; what may become a stop string is held back."""
-
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
-        self.tokenizer, self.stops = tokenizer, stops
-        self.tokens: list[int] = []
-        self.length = 0  # of what was sent
-
-    def add(self, tokens: Sequence[int], *, ended: bool) -> str:
-        """Return what may be sent."""
-        self.tokens += tokens
-        text = text_of(self.tokenizer, self.tokens)
-        found = [place for stop in self.stops if (place := text.find(stop)) >= 0]
-        if found:
-            text = text[: min(found)]
-        elif not ended:
-            text = text.rstrip("\ufffd")  # of a character whose last bytes are to come
-            held = max(map(len, self.stops), default=1) - 1
-            text = text[: len(text) - held] if held else text
-        new = text[self.length :]
-        self.length += len(new)
-        return new
 
 
 class Server:
@@ -430,7 +406,7 @@ class _Writer:
     ) -> None:
         self.asked, self.tickets, self.kind = asked, tickets, kind
         self.tokenizer, self.is_chat = server.tokenizer, kind == "chat.completion"
-        self.texts = [_Text(server.tokenizer, asked.stops) for _ in tickets]
+        self.texts = [GrowingText(server.tokenizer, asked.stops) for _ in tickets]
         self.head: dict[str, Any] = {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": kind,
@@ -515,7 +491,7 @@ class _Writer:
     def _choice(self, number: int, step: Step) -> dict[str, Any]:
         """Return what a step adds to a choice, in the form of completions."""
         text = self.texts[number]
-        logprobs = self._logprobs(step, text.length)
+        logprobs = self._logprobs(step, len(text.shown))
         new, finish = text.add(step.tokens, ended=bool(step.finish)), step.finish or None
         return {"index": number, "text": new, "finish_reason": finish, "logprobs": logprobs}
 

@@ -26,7 +26,7 @@ def test_characters_across_steps_are_written_whole(byte_tokenizer: PreTrainedTok
     text = "é→x\ny"
     ids = byte_tokenizer(text, add_special_tokens=False).input_ids
     pieces, printer = show(byte_tokenizer, [[i] for i in ids], color=False)
-    assert "".join(pieces) == text == printer.text
+    assert "".join(pieces) == text == printer.text.shown
     assert all("\ufffd" not in piece for piece in pieces)
 
 
@@ -67,4 +67,4 @@ def test_sequences_across_steps_are_escaped(
     steps = [ids[i : i + size] for i in range(0, len(ids), size)]
     pieces, printer = show(byte_tokenizer, steps, color=False, safe=True)
     assert "".join(pieces) == harmless(text) != text
-    assert printer.text == text
+    assert printer.text.shown == text
