@@ -323,11 +323,12 @@ class SpecDecoder:
             stopping_criteria.append(StopStringCriteria(self.tokenizer, stop_strings))
         max_length, eos, others = split_rules(config, stopping_criteria)
         self.last_result = None  # a kept cache would stay in memory beside the new one
-        if (config.num_beams or 1) > 1:
-            return self._search(
-                input_ids, logits_processor, stopping_criteria, config, model_kwargs
-            )
+        mask = model_kwargs.get("attention_mask")
         cache = tree_cache(model_kwargs.get("past_key_values"), as_dict)
+        if (config.num_beams or 1) > 1:
+            self._check_beams(config.num_beams)
+            beams = Beams(model, self.drafter, input_ids, config, mask, compiled=self.compile)
+            return self._returned(beams.search(logits_processor, stopping_criteria), config)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         result = self.decode(
@@ -335,7 +336,7 @@ class SpecDecoder:
             self.drafter,
             input_ids,
             max_new_tokens=max_length - input_ids.shape[1],
-            attention_mask=model_kwargs.get("attention_mask"),
+            attention_mask=mask,
             sampler=self._sampler(config, seed),
             eos_token_ids=eos,
             logits_processor=logits_processor,
@@ -367,15 +368,8 @@ class SpecDecoder:
             return GenerateDecoderOnlyOutput(**found)
         return GenerateBeamDecoderOnlyOutput(sequences_scores=result.sequences_scores, **found)
 
-    def _search(
-        self,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-    ) -> Returned:
-        """Search with beams."""
+    def _check_beams(self, num_beams: int) -> None:
+        """Refuse what does not go with a search."""
         given = {
             "streamer": self.streamer,
             "on_tokens": self.on_tokens,
@@ -383,12 +377,8 @@ class SpecDecoder:
             "a lossy acceptance": self.acceptance and not self.acceptance.lossless,
             "a stream": self.decode is not decode,  # which decodes later, step by step
         }
-        asked = f"num_beams={config.num_beams}"
+        asked = f"num_beams={num_beams}"
         refuse({f"{name} does not go with {asked}": there for name, there in given.items()})
-        tree_cache(model_kwargs.get("past_key_values"), keep=False)
-        mask = model_kwargs.get("attention_mask")
-        beams = Beams(self.base, self.drafter, input_ids, config, mask, compiled=self.compile)
-        return self._returned(beams.search(logits_processor, stopping_criteria), config)
 
     def _sampler(self, config: GenerationConfig, seed: int | None) -> Sampler:
         # generate() has put temperature, top-k and top-p among the processors
