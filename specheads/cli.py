@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 import sys
 from pathlib import Path
 
 from specheads.system import __version__
+from specheads.system.errors import did_you_mean
 
 USAGE = Path(__file__).with_name("usage.txt").read_text(encoding="utf-8").rstrip()
 # each that the text lists, with its module
@@ -36,11 +36,8 @@ def main() -> None:
         return
     name = ALIASES.get(arguments[0], arguments[0])
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], n=1)
-        advice = f"there are {', '.join(COMMANDS)}"
-        if close:
-            advice = f"did you mean {ALIASES.get(close[0], close[0])}?"
-        print(f"specheads: unknown command {name!r}; {advice}", file=sys.stderr)
+        advice = did_you_mean(name, [*COMMANDS, *ALIASES], f"there are {', '.join(COMMANDS)}")
+        print(f"specheads: unknown command {name!r}{advice}", file=sys.stderr)
         raise SystemExit(2)
     sys.argv = [f"specheads {name}", *arguments[1:]]
     importlib.import_module(COMMANDS[name]).main()

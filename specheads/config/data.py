@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
@@ -113,8 +112,7 @@ def mixture_parts(data: DataConfig) -> list[tuple[DataConfig, float | None]]:
         errors.one_of(f"{place}.source", values.get("source"), *SOURCES[:-1])
         for key, value in values.items():
             if key not in known:
-                close = difflib.get_close_matches(key, [*known, "weight"], n=1)
-                hint = f"; did you mean {close[0]}?" if close else ""
+                hint = errors.did_you_mean(key, [*known, "weight"])
                 raise ConfigError(f"unknown key {place}.{key}{hint}")
             _check_type(f"{place}.{key}", value, known[key])
         try:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import difflib
 import hashlib
 import json
 import re
@@ -32,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specheads.config import ConfigError, RunError
+from specheads.system.errors import did_you_mean
 from specheads.system.files import cut_torn_line, whole_file
 from specheads.system.redact import redact
 
@@ -77,9 +77,8 @@ def check_columns(columns: Mapping[str, str]) -> None:
     ours = sorted(KNOWN | _TURNS)
     for key in columns:
         if key not in ours:
-            close = difflib.get_close_matches(key, ours, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(ours)}"
-            raise ConfigError(f"data.columns: unknown key {key}; {hint}")
+            hint = did_you_mean(key, ours, f"there are {', '.join(ours)}")
+            raise ConfigError(f"data.columns: unknown key {key}{hint}")
     if columns.keys() & _TURNS and not columns.keys() >= {"user", "assistant"}:
         raise ConfigError("data.columns: user and assistant belong together")
 

@@ -8,7 +8,6 @@ tokens, :data:`NUM_SPECIAL` in all. No text is added around what is encoded, so 
 
 from __future__ import annotations
 
-import difflib
 import json
 import shutil
 import time
@@ -27,6 +26,7 @@ from specheads.data.schema import Dropped, Record, json_digest, tokenizer_digest
 from specheads.models.base import load_tokenizer
 from specheads.runs.directory import is_used
 from specheads.system import dist
+from specheads.system.errors import did_you_mean
 from specheads.system.files import whole_folder
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>")
@@ -58,11 +58,10 @@ def choose_tokenizer(cfg: TrainConfig) -> PreTrainedTokenizerBase:
     try:
         return load_tokenizer(cfg.tokenizer, trust_remote_code=trust)
     except ConfigError as error:
-        close = difflib.get_close_matches(cfg.tokenizer, ("byte", "bpe"), n=1)
         detail = str(error).removeprefix(f"model.name={cfg.tokenizer}: ")
         raise ConfigError(
             f"tokenizer={cfg.tokenizer} is neither byte nor bpe nor a model that has one"
-            + (f"; did you mean {close[0]}?" if close else f": {detail}")
+            + did_you_mean(cfg.tokenizer, ("byte", "bpe"), detail)
         ) from None
 
 

@@ -8,7 +8,6 @@ is the one that ``generate`` gives for these messages.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import sys
@@ -30,6 +29,7 @@ from specheads.data.chat import Encoder
 from specheads.decoding.choose import EXACT_DTYPES
 from specheads.decoding.generate import SpecDecoder, decode_prompts, room
 from specheads.system import terminal
+from specheads.system.errors import did_you_mean
 from specheads.system.terminal import DIM, RESET, harmless, wants_color, write
 
 PLAIN_KEY = "\x10"  # Ctrl-P
@@ -444,9 +444,7 @@ class Chat:
             self.last = None
             self.note("a new conversation")
         else:
-            close = difflib.get_close_matches(name, COMMANDS, n=1)
-            advice = f"did you mean {close[0]}?" if close else "/help lists them"
-            self.note(f"unknown command {name}; {advice}")
+            self.note(f"unknown command {name}{did_you_mean(name, COMMANDS, '/help lists them')}")
 
     def _save(self, path: str) -> None:
         messages = self.conversation.messages

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 75
@@ -42,6 +43,13 @@ def check(ok: bool, key: str, value: object, expected: str) -> None:
     """Raise ConfigError unless ``ok``."""
     if not ok:
         raise ConfigError(f"{key} must be {expected}, got {value!r}")
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return the end of an error about an unknown ``word``: the closest known one, if any is."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    said = f"did you mean {close[0]}?" if close else otherwise
+    return said and f"; {said}"
 
 
 def need(module: str, extra: str, what: str) -> None:

@@ -65,7 +65,7 @@ def test_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     ("word", "advice"),
     [
         ("trian", "did you mean train?"),
-        ("tree-serach", "did you mean tree?"),
+        ("tree-serach", "did you mean tree-search?"),
         ("docter", "did you mean doctor?"),
         ("xyzzy", "there are auto, init, train, generate,"),
     ],
