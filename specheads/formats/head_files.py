@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError
-from specheads.formats.medusa import SPELLINGS, check_output, times
+from specheads.formats.medusa import check_output, times
 from specheads.models.blocks import FINAL_NORM, PrefixLayer, prefix_sizes
 from specheads.models.heads import MedusaHeads
 from specheads.models.manifest import TensorFiles, expect
@@ -123,7 +123,6 @@ class Layout:
             )
         self.joined = any("res_connection.weight" in head[0] for head in self.blocks if head)
         self._check_parts()
-        self._say_lies()
 
     def check_sizes(self, hidden_size: int, vocab_size: int) -> None:
         """Hold the shapes of the heads to a base model's; only the ids of ``token_map`` are read.
@@ -310,18 +309,6 @@ class Layout:
                 noun = "matrix" if "weight" in lacking else "bias"
                 raise ConfigError(f"{where} lacks the output {noun} of head {head}")
         return [found.get(head, {}) for head in range(number)]
-
-    def _say_lies(self) -> None:
-        """Add a line to the notes for each number that the config has wrong."""
-        config, heads, layers = self.config, len(self.blocks), len(self.blocks[0])
-        medusa = config.get("model_type") == "medusa"  # elsewhere num_hidden_layers is the base's
-        counts = {"heads": (heads, "num_heads"), "layers": (layers, "num_hidden_layers")}
-        for what, (counted, of_vllm) in counts.items():
-            keys = [form.format(what) for form in (*SPELLINGS, "hydra_num_{}")] + [of_vllm] * medusa
-            wrong = [key for key in keys if key in config and config[key] != counted]
-            if wrong:
-                said = f"config.json says {wrong[0]}={config[wrong[0]]!r:.40}"
-                self.notes.append(f"{said}, the tensors are of {counted} {what}: those are taken")
 
     def _prefix_sizes(self, base: PreTrainedModel) -> dict[str, Any] | None:
         """Return the sizes of the prefix layer, checked against its tensors; None without one."""
