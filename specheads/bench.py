@@ -32,10 +32,11 @@ def run(config: BenchConfig) -> None:
             explanation.
     """
     from specheads.decoding.exported import acceptance_rule, is_plain_model, subject_of
-    from specheads.measure import bench
+    from specheads.measure import bench, hits
     from specheads.measure.clock import prompt_file, prompts_of
     from specheads.measure.render import bench_text, html_page
     from specheads.measure.rows import failures, write_steps
+    from specheads.models.output import output_layer
 
     _check_outputs(config)
     temperatures, sizes = {*config.temperatures, *ALWAYS}, {1, *config.batch_sizes}
@@ -60,8 +61,10 @@ def run(config: BenchConfig) -> None:
         trees = [export.tree]
         if config.tree_nodes:
             path = prompt_file("", config.checkpoint, "calibration.jsonl")
-            texts, _ = prompts_of(base, subject.tokenizer, path, *limits)
-            trees += bench.grown_trees(export, texts, contest.eos, config.tree_nodes)
+            read, _ = prompts_of(base, subject.tokenizer, path, *limits)
+            texts = hits.Texts([prompt.input_ids for prompt in read], contest.eos)
+            seen = hits.collect_hits(base, export.heads, output_layer(base), texts)
+            trees += [hits.grow_static(seen, size) for size in config.tree_nodes]
         methods += contest.of_trees(export.heads, trees)
         methods += contest.of_export(export, decode, lossy)
     methods += contest.of_drafters(subject, asked, lossy)

@@ -378,7 +378,7 @@ class Speculation:
             length, about = chosen.expected_accept_length or None, chosen.measured_on or None
             checkpoint.set_tree(export, chosen.tree, length, about, heldout=figures)
             log.say(f"tree of {chosen.tree.num_nodes} nodes; exported to {export}")
-            if not chosen.speculate:
+            if not chosen.measured_on.get("speculate", True):
                 log.say("slower than plain decoding on this machine: do not speculate here")
             config = checkpoint.read_config(export)
             parts = base, checkpoint.as_loaded(heads, base), self.tokenizer, chosen.tree

@@ -31,7 +31,6 @@ from specheads.drafters.heads import static_drafter
 from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter
 from specheads.measure import rows as report
 from specheads.measure.clock import Batch, Decoded, Method, Prompt, clock
-from specheads.measure.hits import Texts, collect_hits, grow_static
 from specheads.measure.identity import Noise, Rounding, compare
 from specheads.measure.render import disturbance_lines
 from specheads.models.base import end_tokens
@@ -499,15 +498,6 @@ def quoted_method(
     if export is None or decode.draft or decode.drafter not in ("auto", "heads"):
         return asked[0].drafter
     return "tree_dynamic" if exported.tree_kind(export, decode) == "dynamic" else "tree"
-
-
-def grown_trees(
-    export: Export, prompts: Sequence[Prompt], eos: tuple[int, ...], sizes: Sequence[int]
-) -> list[Tree]:
-    """Grow static trees of some sizes for an export's heads, on calibration prompts."""
-    texts = Texts([prompt.input_ids for prompt in prompts], eos)
-    hits = collect_hits(export.base, export.heads, output_layer(export.base), texts)
-    return [grow_static(hits, size) for size in sizes]
 
 
 def load_others(subject: exported.Subject, paths: Sequence[str]) -> dict[str, Export]:

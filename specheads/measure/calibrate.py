@@ -48,11 +48,6 @@ class Calibration:
     expected_accept_length: float
     measured_on: dict[str, Any]
 
-    @property
-    def speculate(self) -> bool:
-        """Whether this tree is expected to be faster than plain decoding on this machine."""
-        return bool(self.measured_on.get("speculate", True))
-
 
 @dataclass(frozen=True)
 class Kind:

@@ -314,14 +314,13 @@ def prompts_of(
     path: Path,
     num_prompts: int,
     max_new_tokens: int,
-    *others: PreTrainedModel,
 ) -> tuple[list[Prompt], str]:
-    """Return :func:`read_prompts` of those that leave all models room for the new tokens.
+    """Return :func:`read_prompts` of those that leave the model room for the new tokens.
 
     Raises:
         ConfigError: as that does, or if no prompt could leave room.
     """
-    context = min(context_length(model) or 1 << 30 for model in (base, *others))
+    context = context_length(base) or 1 << 30
     if max_new_tokens >= context:
         raise ConfigError(
             f"max_new_tokens is {max_new_tokens}, but the base model's context is {context}"

@@ -331,25 +331,13 @@ def final_evaluation(
     else:
         name, picture = "chain", ""
         found, runs = heldout.of_draft(measured)
-    texts = heldout.samples(runs, name, tokenizer, samples)
-    return Outcome(_final(found, runs), texts, picture)
-
-
-def _final(found: FiguresAt, runs: RunsAt) -> dict[str, float]:
-    """Return the figures as a finished run shows them.
-
-    Raises:
-        ConfigError: if the base has ended every text with its first token: nobody knows the accept
-            length of texts without a verify step.
-    """
+    # nobody knows the accept length of texts without a verify step
     if not any(each.accept_lengths for of in runs.values() for each in of["plain"].decoded):
         raise ConfigError("the base ends every text with its first token")
-    prompts = {f"final/prompts/{at}": float(len(of["plain"].decoded)) for at, of in runs.items()}
-    return prompts | {
-        f"final/{key}/{at}": round(value, 4)
-        for at, of in found.items()
-        for key, value in of.items()
-    }
+    final = {f"final/prompts/{at}": float(len(of["plain"].decoded)) for at, of in runs.items()}
+    for at, of in found.items():
+        final |= {f"final/{key}/{at}": round(value, 4) for key, value in of.items()}
+    return Outcome(final, heldout.samples(runs, name, tokenizer, samples), picture)
 
 
 def tree_picture(export: Export) -> str:
