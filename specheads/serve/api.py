@@ -184,51 +184,52 @@ class Server:
         return self._guarded(app)
 
     def _guarded(self, app: Callable[..., Any]) -> Callable[..., Any]:
-        """Ask for the key, hold bodies to a size and a time, and count the answers."""
-        limit, patience = self.config.max_body, self.config.body_seconds
+        """Ask for the key, read the body within its size and time, and count the answers."""
 
         async def called(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] != "http":
                 return await app(scope, receive, send)
-            headers = {name.lower(): value for name, value in scope["headers"]}
-            seen, end, started = 0, time.monotonic() + patience, False
-
-            async def counted() -> Any:
-                nonlocal seen
-                if started or seen < 0:  # an answer is on its way: what comes is the client's leave
-                    return await receive()
-                try:
-                    message = await asyncio.wait_for(receive(), end - time.monotonic())
-                except TimeoutError:
-                    raise ApiError(408, f"the body took more than {patience:g} seconds") from None
-                seen += len(message.get("body", b""))
-                if seen > limit:
-                    raise ApiError(413, f"the body has more than {limit} bytes", "too_large")
-                if not message.get("more_body"):
-                    seen = -1
-                return message
 
             async def noted(message: Any) -> None:
-                nonlocal started
                 if message["type"] == "http.response.start":
-                    started = True
                     self.answers.labels(message["status"]).inc()
                 await send(message)
 
             try:
-                shown = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+                shown = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
                 open_path = scope["path"] in ("/", "/health")
                 if self.key and not open_path and not hmac.compare_digest(shown, self.key.encode()):
                     raise ApiError(401, "the API key is missing or wrong", "invalid_api_key")
-                length = headers.get(b"content-length", b"0")
-                if length.isdigit() and int(length) > limit:
-                    raise ApiError(413, f"the body has more than {limit} bytes", "too_large")
-                await app(scope, counted, noted)
+                given = [await self._body(receive)]
             except ApiError as error:
-                if not started:
-                    await error.response()(scope, receive, noted)
+                return await error.response()(scope, receive, noted)
+
+            async def read() -> Any:  # the body, and then the client's leave
+                return given.pop() if given else await receive()
+
+            return await app(scope, read, noted)
 
         return called
+
+    async def _body(self, receive: Any) -> dict[str, Any]:
+        """Return a request's whole body as one message.
+
+        Raises:
+            ApiError: if it is too large, or takes too long.
+        """
+        body, more = bytearray(), True
+        limit, patience = self.config.max_body, self.config.body_seconds
+        try:
+            async with asyncio.timeout(patience):
+                while more:
+                    message = await receive()
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > limit:
+                        raise ApiError(413, f"the body has more than {limit} bytes", "too_large")
+        except TimeoutError:
+            raise ApiError(408, f"the body took more than {patience:g} seconds") from None
+        return {"type": "http.request", "body": bytes(body)}
 
     async def page(self) -> HTMLResponse:
         """The race."""
