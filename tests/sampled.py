@@ -17,7 +17,7 @@ def drawn(sampler: Sampler, logits: Tensor, positions: Tensor) -> Tensor:
     """Return what the base model draws from logits [B, ..., V] at positions [B, ...]."""
     if sampler.temperature == 0:
         return logits.argmax(-1)
-    noise = gumbel_noise(sampler.seed, positions, logits.shape[-1])
+    noise = gumbel_noise(sampler.seeds_of(range(len(positions))), positions, logits.shape[-1])
     return (sampler.warp(logits) + noise).argmax(-1)
 
 
@@ -72,7 +72,8 @@ class SampledDrafter:
     def propose(self, state: SampledState) -> Candidates:
         """Draw parent by parent."""
         tree, num_rows = self.tree, len(state.rows)
-        noise = draft_noise(self.seed, state.positions, tree.num_nodes, self.vocab_size, state.rows)
+        seeds = [self.seed + row for row in state.rows]
+        noise = draft_noise(seeds, state.positions, tree.num_nodes, self.vocab_size)
         tokens = state.root[:, None].repeat(1, tree.num_nodes)
         draft_probs = torch.zeros(num_rows, tree.num_nodes, self.vocab_size)
         for node, children in self.children.items():

@@ -239,7 +239,7 @@ def _walk_converted(
 def _chance(chooser: Chooser, rows: Rows, num_sites: int, device: torch.device) -> Chance:
     """Return the random choices of a step."""
     positions = torch.tensor(rows.roots, device=device)
-    return Chance(0, positions, chooser.sampler.seeds_of(rows.numbers), num_sites)
+    return Chance(chooser.sampler.seeds_of(rows.numbers), positions, num_sites)
 
 
 def follow_on_host(

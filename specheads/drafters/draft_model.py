@@ -219,7 +219,7 @@ class DraftCache:
             whole = max(size, self.vocab_size)  # the base keeps noise of its own vocabulary
             return self.sampler.noise_from(after, num, whole, device, self.rows)[..., :size]
         roots = torch.tensor(after, device=device) - 1
-        return draft_noise(0, roots, num, size, self.sampler.seeds_of(self.rows))
+        return draft_noise(self.sampler.seeds_of(self.rows), roots, num, size)
 
 
 SAMPLINGS = ("greedy", "sampled", "coupled")

@@ -231,7 +231,8 @@ def choice_scores(logits: Tensor, position: int, sampler: Sampler) -> Tensor:
     """
     if not sampler.temperature:
         return logits.float()
-    noise = gumbel_noise(sampler.seed, torch.tensor([position], device=logits.device), len(logits))
+    places = torch.tensor([position], device=logits.device)
+    noise = gumbel_noise([sampler.seed], places, len(logits))
     return (sampler.warp(logits) + noise[0]) * sampler.temperature
 
 

@@ -54,30 +54,22 @@ def _lattice(vocab_size: int, device: torch.device) -> Tensor:
     return torch.arange(1, vocab_size + 1, device=device) * _TOKEN_STEP
 
 
-def gumbel_noise(
-    seed: int, positions: Tensor, vocab_size: int, rows: Sequence[int] | None = None
-) -> Tensor:
+def gumbel_noise(seeds: Sequence[int], positions: Tensor, vocab_size: int) -> Tensor:
     """Return standard Gumbel noise that depends on nothing but its arguments.
 
     Args:
-        seed: any integer; row b uses ``seed + b``, so that a row of a batch draws what it would
-            draw alone with that seed.
+        seeds: [B], any integers, one per row.
         positions: [B, ...] long, absolute positions of the tokens to be drawn.
         vocab_size: V.
-        rows: [B], which rows these are; 0 to B - 1 if None.
 
     Returns:
         [B, ..., V] float32.
     """
-    return gumbel(keys_of(seed, positions, rows), vocab_size)
+    return gumbel(keys_of(seeds, positions), vocab_size)
 
 
 def draft_noise(
-    seed: int,
-    root_positions: Tensor,
-    num_levels: int,
-    vocab_size: int,
-    rows: Sequence[int] | None = None,
+    seeds: Sequence[int], root_positions: Tensor, num_levels: int, vocab_size: int
 ) -> Tensor:
     """Return Gumbel noise for a drafter that samples, unrelated to all other noise.
 
@@ -85,27 +77,25 @@ def draft_noise(
     position is guessed at in several steps, and whether it was reached may depend on the guess.
 
     Args:
-        seed: as in :func:`gumbel_noise`.
+        seeds: [B], as in :func:`gumbel_noise`.
         root_positions: [B] long.
         num_levels: of the tree, or whatever draws are to be independent.
         vocab_size: V.
-        rows: [B], which rows these are; 0 to B - 1 if None.
 
     Returns:
         [B, num_levels, V] float32.
     """
     levels = torch.arange(num_levels, device=root_positions.device) * SITE_STEP
-    keys = keys_of(seed, root_positions, rows, DRAFT)[:, None] + levels
+    keys = keys_of(seeds, root_positions, DRAFT)[:, None] + levels
     return gumbel(keys, vocab_size)
 
 
-def keys_of(seed: int, positions: Tensor, rows: Sequence[int] | None, stream: int = 0) -> Tensor:
+def keys_of(seeds: Sequence[int], positions: Tensor, stream: int = 0) -> Tensor:
     """Return what the noise at positions [B, ...] is made from, [B, ...]."""
-    numbers = range(positions.shape[0]) if rows is None else rows
-    seeds = [_mix_seed(seed + row) for row in numbers]
+    mixed = [_mix_seed(seed) for seed in seeds]
     if stream:
-        seeds = [_mix_seed(mixed + stream) for mixed in seeds]
-    first = torch.tensor(seeds, device=positions.device)
+        mixed = [_mix_seed(each + stream) for each in mixed]
+    first = torch.tensor(mixed, device=positions.device)
     return first.view(-1, *[1] * (positions.dim() - 1)) + positions * _POSITION_STEP
 
 
@@ -135,7 +125,7 @@ _KEPT_BLOCKS = 64  # of 150,000 numbers they are 40 MB
 @lru_cache(maxsize=_KEPT_BLOCKS)
 def _noise_block(seed: int, block: int, size: int, vocab_size: int, device: torch.device) -> Tensor:
     positions = torch.arange(block * size, (block + 1) * size, device=device)
-    return gumbel_noise(seed, positions[None], vocab_size)[0]
+    return gumbel_noise([seed], positions[None], vocab_size)[0]
 
 
 # of float32 logits relative to the largest, between passes of different shapes; 1.5e-6 was seen on
@@ -149,25 +139,22 @@ class Chance:
     """The random choices of one verify step, as rules for sampled candidates ask for them.
 
     Rules take any object with ``accept`` and ``draw``, so that tests can go through every outcome.
-    Each is a function of seed, row, root position and site alone. Root positions differ between
-    the steps of a row, so no choice is made twice.
+    Each is a function of seed, root position and site alone. Root positions differ between the
+    steps of a row, so no choice is made twice.
 
     Attributes:
-        seed: of the noise; row b uses ``seed + b``.
+        seeds: [B], of the rows' noise.
         root_positions: [B] long, absolute.
-        rows: [B], which rows of the batch these are.
         num_sites: how many sites there are to accept at: N, the nodes.
     """
 
-    seed: int
+    seeds: Sequence[int]
     root_positions: Tensor
-    rows: Sequence[int]
     num_sites: int
 
     @cached_property
     def _accept_uniform(self) -> Tensor:
-        keys = keys_of(self.seed, self.root_positions, self.rows, ACCEPT)
-        return uniform(keys, self.num_sites)
+        return uniform(keys_of(self.seeds, self.root_positions, ACCEPT), self.num_sites)
 
     def accept(self, probability: Tensor, site: int) -> Tensor:
         """Return [B] bool, true with ``probability`` [B]."""
@@ -175,8 +162,7 @@ class Chance:
 
     def draw(self, probs: Tensor, site: int) -> Tensor:
         """Draw one token per row from ``probs`` [B, V]; returns [B]."""
-        keys = keys_of(self.seed, self.root_positions, self.rows, DRAW)
-        keys = keys + signed(site * SITE_STEP)
+        keys = keys_of(self.seeds, self.root_positions, DRAW) + signed(site * SITE_STEP)
         return (probs.log() + gumbel(keys, probs.shape[-1])).argmax(-1)
 
 
@@ -282,7 +268,7 @@ class Sampler:
         if len(starts) * (2 + (num - 1) // size) > _KEPT_BLOCKS:
             ahead = torch.arange(num, device=device)
             positions = torch.tensor(starts, device=device)[:, None] + ahead
-            return gumbel_noise(0, positions, vocab_size, seeds)
+            return gumbel_noise(seeds, positions, vocab_size)
         pieces = []
         for seed, start in zip(seeds, starts, strict=True):
             blocks = range(start // size, (start + num - 1) // size + 1)

@@ -111,7 +111,7 @@ def enumerated(
 ) -> Filler:
     """Return the drafter as a function of contexts and outcomes; its draws are outcomes."""
 
-    def numbers(seed: int, roots: Tensor, num_levels: int, vocab_size: int, rows: object) -> Tensor:
+    def numbers(seeds: object, roots: Tensor, num_levels: int, vocab_size: int) -> Tensor:
         sites = torch.arange(num_levels, dtype=torch.float64)
         return sites[:, None].expand(len(roots), -1, vocab_size)
 
@@ -237,10 +237,10 @@ def slow_tree(
         if sampler.temperature == 0:
             children = logits.topk(num).indices
         elif coupled:
-            noise = gumbel_noise(sampler.seed, position + 1 + len(choice), len(logits))[0]
+            noise = gumbel_noise([sampler.seed], position + 1 + len(choice), len(logits))[0]
             children = (sampler.warp(logits) + noise).topk(num).indices
         else:
-            noise = draft_noise(sampler.seed, position, len(inner), len(logits))[0, site]
+            noise = draft_noise([sampler.seed], position, len(inner), len(logits))[0, site]
             children = sample_siblings(sampler.probs(logits), num, noise)
         for rank, token in enumerate(children.tolist()):
             found[(*choice, rank)] = [*found[choice], token]

@@ -141,7 +141,7 @@ def test_no_rule_accepts_a_probe(rule: str, greedy: bool) -> None:
         )
         assert on_host == [[n for n in row if n >= 0] for row in path.tolist()]
     else:
-        chance = Chance(0, torch.tensor([9, 9]), [0, 1], TREE.num_nodes)
+        chance = Chance([0, 1], torch.tensor([9, 9]), TREE.num_nodes)
         path, num_accepted, _ = acceptance.decide(candidates, base_probs, chance, greedy=greedy)
     assert not set(path.flatten().tolist()) & {1, 3, 5}
     assert int(num_accepted[0]) == 0

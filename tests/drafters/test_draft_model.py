@@ -115,9 +115,9 @@ class Compared:
             probs, noise = sampler.probs(logits), torch.zeros(())
             if sampler.temperature and self.fast.sampling == "coupled":
                 position = root + 1 + len(tokens)
-                noise = gumbel_noise(sampler.seed + row, position, len(logits))[0]
+                noise = gumbel_noise([sampler.seed + row], position, len(logits))[0]
             if sampler.temperature and self.fast.sampling == "sampled":
-                levels = draft_noise(sampler.seed + row, root, len(tokens) + 1, len(logits))
+                levels = draft_noise([sampler.seed + row], root, len(tokens) + 1, len(logits))
                 noise = levels[0, -1]
             tokens.append(int((probs.log() + noise).argmax()))
             chosen.append(float(probs[tokens[-1]]))

@@ -116,7 +116,7 @@ def check_first_guesses(
     for depth in range(1, candidates.tree.max_depth + 1):
         node = depth if isinstance(candidates.tree, RowTrees) else first_of(candidates.tree, depth)
         for i, (row, first) in enumerate(places):
-            noise = gumbel_noise(5 + row, torch.tensor([[first + depth - 1]]), 40)[0, 0]
+            noise = gumbel_noise([5 + row], torch.tensor([[first + depth - 1]]), 40)[0, 0]
             allowed = torch.arange(40) if kept is None else torch.tensor(kept)
             scores = sampler.warp(logits[depth - 1, i]) + noise[allowed]
             assert int(candidates.tokens[i, node]) == int(allowed[scores.argmax()])

@@ -137,7 +137,7 @@ def repeat_choices(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         accept,
         "Chance",
-        lambda seed, positions, rows, num: Chance(seed, torch.zeros_like(positions), rows, num),
+        lambda seeds, positions, num: Chance(seeds, torch.zeros_like(positions), num),
     )
 
 

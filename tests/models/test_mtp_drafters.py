@@ -102,7 +102,7 @@ class Slow:
             if state.draws.sampler.temperature > 0:
                 sampler, starts = state.draws.sampler, torch.tensor([*map(len, self.texts)])
                 after = starts[:, None] + torch.arange(len(logits))
-                noise = gumbel_noise(sampler.seed, after, logits.shape[-1], state.draws.rows)
+                noise = gumbel_noise(sampler.seeds_of(state.draws.rows), after, logits.shape[-1])
                 logits = logits / sampler.temperature + noise.transpose(0, 1)
             order = logits.argsort(-1, descending=True)
             for node in range(1, slow.tree.num_nodes):

@@ -14,7 +14,7 @@ NUM = 20_000
 
 def chances(seed: int = 5, num_sites: int = 4) -> Chance:
     """Return the choices of many steps of one row, as if of many rows."""
-    return Chance(seed, torch.arange(NUM), [0] * NUM, num_sites)
+    return Chance([seed] * NUM, torch.arange(NUM), num_sites)
 
 
 def uniform(noise: Tensor) -> Tensor:
@@ -35,16 +35,16 @@ def assert_independent(first: Tensor, second: Tensor) -> None:
 def test_choices_belong_to_seed_row_position_and_site() -> None:
     """Prevents choices by call order or batch: a row would not be the row alone."""
     positions = torch.tensor([7, 7, 30])
-    whole = Chance(3, positions, [0, 4, 9], 6)
+    whole = Chance([3, 7, 12], positions, 6)
     probability, probs = torch.tensor([0.4, 0.5, 0.6]), torch.rand(3, 50)
     for site in (5, 0):
         accepted, drawn = whole.accept(probability, site), whole.draw(probs, site)
         for i, row in enumerate((0, 4, 9)):
-            alone = Chance(3 + row, positions[i : i + 1], [0], site + 1)
+            alone = Chance([3 + row], positions[i : i + 1], site + 1)
             assert bool(alone.accept(probability[i : i + 1], site)) == bool(accepted[i])
             assert int(alone.draw(probs[i : i + 1], site)) == int(drawn[i])
-    assert draft_noise(3, positions, 2, 8, [0, 4, 9])[1].equal(
-        draft_noise(7, positions[1:2], 5, 8)[0, :2]
+    assert draft_noise([3, 7, 12], positions, 2, 8)[1].equal(
+        draft_noise([7], positions[1:2], 5, 8)[0, :2]
     )
 
 
@@ -70,8 +70,8 @@ def test_streams_are_independent() -> None:
         chance.draw(torch.full((NUM, 100), 0.01), site).double().add(0.5) / 100
         for site in (0, 1)
     ]
-    plain = uniform(gumbel_noise(5, positions[None], 2)[0])
-    draft = uniform(draft_noise(5, positions, 2, 2, [0] * NUM))
+    plain = uniform(gumbel_noise([5], positions[None], 2)[0])
+    draft = uniform(draft_noise([5] * NUM, positions, 2, 2))
     streams = {
         "accept": accept[:, 0],
         "accept at the next site": accept[:, 1],
