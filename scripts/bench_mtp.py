@@ -27,7 +27,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,8 +44,9 @@ from specheads.config import DataConfig
 from specheads.data.chat import Encoder
 from specheads.data.load import load_records
 from specheads.data.schema import Record
-from specheads.decoding.costs import clock_steps, runner
+from specheads.decoding.costs import clock_steps
 from specheads.decoding.exported import Subject, load_subject
+from specheads.drafters.contract import Drafter
 from specheads.drafters.heads import static_drafter
 from specheads.measure.calibrate import calibrate
 from specheads.measure.clock import Prompt, prompts_of
@@ -266,21 +267,18 @@ def step_milliseconds(
     repeats of each one's lower quartile.
     """
     ids = max((prompt.input_ids for prompt in prompts), key=lambda each: each.shape[1])
-    limit = {"max_new_tokens": given.max_new_tokens}
-    runs = [runner(model.base, None, ids, **limit)]
-    phases = Phases(ids.device)
+    how = {"repeats": given.repeats, "max_new_tokens": given.max_new_tokens}
+    drafters: list[Drafter | None] = [None]
     if model.export is not None and tree is not None:
-        drafter = static_drafter(model.base, model.export.heads, output_layer(model.base), tree)
-        runs.append(runner(model.base, drafter, ids, **limit))
-
-        def watched(after_step: Callable[[], None]) -> None:
-            with phases.watching(model.base, drafter):
-                runs[1](after_step)
-
-        runs.append(watched)
-    plain, *others = (1e3 * statistics.median(s) for s in clock_steps(runs, repeats=given.repeats))
+        output = output_layer(model.base)
+        drafters.append(static_drafter(model.base, model.export.heads, output, tree))
+    clocked, _ = clock_steps(model.base, drafters, ids, **how)
+    plain, *others = (1e3 * statistics.median(each) for each in clocked)
     found = {"plain": plain}
     if others:
+        phases = Phases(ids.device)
+        with phases.watching(model.base, drafters[1]):
+            clock_steps(model.base, drafters[1:], ids, **how)
         drafting = sorted(sum(s[name] for name in DRAFTING) for s in phases.steps) or [0.0]
         heads = 1e3 * drafting[len(drafting) // 4]
         found |= {"step": others[0], "verify": others[0] - heads, "heads": heads}

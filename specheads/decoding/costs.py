@@ -30,8 +30,6 @@ from specheads.drafters.merge import HybridDrafter
 from specheads.models.base import input_device, input_embedding
 from specheads.verification.sampling import Sampler
 
-Run = Callable[[Callable[[], None]], object]  # decodes; calls its argument after every step
-
 
 @dataclass(frozen=True)
 class CostCurve:
@@ -77,41 +75,54 @@ def never_falling(groups: Sequence[Sequence[float]]) -> list[float]:
 
 
 def clock_steps(
-    runs: Sequence[Run], *, repeats: int, enough: Callable[[], bool] = lambda: False
-) -> list[list[float]]:
-    """Clock decoders against each other, in turn, so that a slow minute hits all of them.
-
-    Returns:
-        Seconds per step, [runs][repeats], see :func:`clock_texts`.
-    """
-    return clock_texts(runs, repeats=repeats, enough=enough)[0]
-
-
-def clock_texts(
-    runs: Sequence[Run], *, repeats: int, enough: Callable[[], bool] = lambda: False
+    base: PreTrainedModel,
+    drafters: Sequence[Drafter | None],
+    input_ids: Tensor,
+    *,
+    repeats: int,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    enough: Callable[[], bool] = lambda: False,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Clock steps, and what comes before them: the prefill, and a drafter's reading of the prompt.
+    """Clock decoding with drafters against each other, in turn, so that a slow minute hits all.
 
     A step's figure of one repeat is the lower quartile of one text's steps: without the prefill,
     and without the moments in which the machine did something else, which only ever add time.
 
     Args:
-        runs: decode a text and call back after every step.
+        base: base model.
+        drafters: propose; None decodes plainly.
+        input_ids: [B, P]; equal rows take equally many steps, so that the batch stays whole.
         repeats: number of rounds.
+        max_new_tokens: of a text, which nothing else ends.
+        temperature: of the sampling, whose noise costs time at every node.
         enough: asked after every round, whether it is to be the last one.
 
     Returns:
-        Seconds per step and seconds before, both [runs][rounds].
+        Seconds per step, and seconds before the first one (the prefill, and a drafter's reading of
+        the prompt), both [drafters][rounds].
     """
-    for run in runs:
-        run(lambda: None)
-    seconds: list[list[float]] = [[] for _ in runs]
-    starts: list[list[float]] = [[] for _ in runs]
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampler": Sampler(temperature)}
+
+    def run(drafter: Drafter | None) -> list[float]:
+        """Return the times of the start and behind every pass."""
+        times = [time.perf_counter()]
+
+        def tick(row: int, tokens: list[int]) -> None:
+            if row == 0:
+                times.append(time.perf_counter())
+
+        decode(base, drafter, input_ids, on_tokens=tick, **how)
+        return times
+
+    for drafter in drafters:
+        run(drafter)
+    seconds: list[list[float]] = [[] for _ in drafters]
+    starts: list[list[float]] = [[] for _ in drafters]
     for repeat in range(repeats):
-        first = repeat % len(runs)  # none always runs on a warmer cache than the others
-        for index in (*range(first, len(runs)), *range(first)):
-            times = [time.perf_counter()]
-            runs[index](lambda times=times: times.append(time.perf_counter()))
+        first = repeat % len(drafters)  # none always runs on a warmer cache than the others
+        for index in (*range(first, len(drafters)), *range(first)):
+            times = run(drafters[index])
             # the first call ends the prefill
             steps = [after - before for before, after in itertools.pairwise(times[1:])]
             ordered = sorted(steps or [times[-1] - times[0]])
@@ -127,35 +138,6 @@ def clock_texts(
 def ratios(seconds: Sequence[Sequence[float]]) -> list[list[float]]:
     """Divide all by the first, repeat by repeat: what drifts slowly cancels out."""
     return [[own / first for own, first in zip(each, seconds[0], strict=True)] for each in seconds]
-
-
-def runner(
-    base: PreTrainedModel,
-    drafter: Drafter | None,
-    input_ids: Tensor,
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-) -> Run:
-    """Return a function for :func:`clock_steps` that decodes to the limit; plainly without drafter.
-
-    Args:
-        base: base model.
-        drafter: proposes.
-        input_ids: [B, P]; equal rows take equally many steps, so that the batch stays whole.
-        max_new_tokens: limit.
-        temperature: of the sampling, whose noise costs time at every node.
-    """
-    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampler": Sampler(temperature)}
-
-    def run(after_step: Callable[[], None]) -> None:
-        def tick(row: int, tokens: list[int]) -> None:
-            if row == 0:
-                after_step()
-
-        decode(base, drafter, input_ids, on_tokens=tick, **how)
-
-    return run
 
 
 Make = Callable[[int], Drafter]  # from the number of guesses per step to the drafter
@@ -292,11 +274,8 @@ def clock_drafts(
     lengths = clocked_lengths(max_tokens)
     drafters: list[Drafter | None] = [None, *map(Blank, lengths)]
     drafters += [make(n) for make in makes.values() for n in lengths]
-    runs = [
-        runner(base, each, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
-        for each in drafters
-    ]
-    clocked, starts = clock_texts(runs, repeats=repeats)
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    clocked, starts = clock_steps(base, drafters, prompt, repeats=repeats, **how)
     plain, *costs = ratios(clocked)
     start, *units = map(median, ratios([clocked[0], *starts])[1:])
     blank = {n + 1: cost for n, cost in zip(lengths, costs[: len(lengths)], strict=True)}
@@ -403,9 +382,8 @@ def member_costs(
 
 def _clocked(base: PreTrainedModel, drafters: Sequence[Drafter | None]) -> list[list[float]]:
     """Return what steps with each drafter cost, over those with the first, round by round."""
-    prompt = _prompt(base)
-    runs = [runner(base, each, prompt, max_new_tokens=_NUM_TOKENS) for each in drafters]
-    return ratios(clock_steps(runs, repeats=_REPEATS))
+    how: dict[str, Any] = {"repeats": _REPEATS, "max_new_tokens": _NUM_TOKENS}
+    return ratios(clock_steps(base, drafters, _prompt(base), **how)[0])
 
 
 def _prompt(*models: PreTrainedModel) -> Tensor:

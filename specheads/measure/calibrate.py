@@ -18,7 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads.attention.tree import Tree
-from specheads.decoding.costs import CostCurve, clock_steps, ratios, runner
+from specheads.decoding.costs import CostCurve, clock_steps, ratios
+from specheads.decoding.loop import decode
 from specheads.drafters.contract import Drafter
 from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
 from specheads.measure import hits
@@ -192,8 +193,8 @@ def _clock_sizes(
     plain: list[float] = []
     smaller: tuple[int, ...] = () if search.num_nodes else SIZES
     if (left := search.budget.left) < math.inf:
-        began, alone = time.perf_counter(), runner(base, None, longest, max_new_tokens=limit)
-        alone(lambda: None)
+        began = time.perf_counter()
+        decode(base, None, longest, max_new_tokens=limit)
         runs_of_all = (1 + 2 * len(smaller)) * (1 + search.repeats)
         wanted_seconds = runs_of_all * (time.perf_counter() - began)
         if wanted_seconds > left:
@@ -204,13 +205,13 @@ def _clock_sizes(
         for name, kind in kinds.items()
     }
     how: dict[str, Any] = {"max_new_tokens": limit, "temperature": texts.temperatures[0]}
+    how |= {"repeats": search.repeats, "enough": search.budget.spent}
     for _ in range(1 if search.num_nodes else 1 + _REFINEMENTS):
         trees = [(kinds[name], size) for name, sizes in wanted.items() for size in sizes]
         if not trees or (plain and search.budget.spent()):
             break
         drafters = [None, *(kind.make(size) for kind, size in trees)]
-        runs = [runner(base, each, longest, **how) for each in drafters]
-        seconds = clock_steps(runs, repeats=search.repeats, enough=search.budget.spent)
+        seconds, _ = clock_steps(base, drafters, longest, **how)
         plain += seconds[0]
         # in plain steps of the same round, so that a slow minute of the machine cancels out
         for (kind, size), costs in zip(trees, ratios(seconds)[1:], strict=True):

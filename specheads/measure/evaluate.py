@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.attention.tree import Tree, default_tree
 from specheads.config import ConfigError, EvaluateConfig, TreeConfig
-from specheads.decoding.costs import clock_drafts, clock_steps, expected_tokens, ratios, runner
+from specheads.decoding.costs import clock_drafts, clock_steps, expected_tokens, ratios
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
@@ -378,8 +378,8 @@ def describe_expected(
     with undisturbed(base, heads):
         drafters = [None, static_drafter(base, heads, output, tree)]
         tokens = min(evaluate.max_new_tokens, _NEW_TOKENS)
-        runs = [runner(base, drafter, longest, max_new_tokens=tokens) for drafter in drafters]
-        costs = ratios(clock_steps(runs, repeats=_REPEATS))[1]
+        how: dict[str, Any] = {"repeats": _REPEATS, "max_new_tokens": tokens}
+        costs = ratios(clock_steps(base, drafters, longest, **how)[0])[1]
     cost = median(costs)
     return (
         f"speculation: a verify step of {tree.num_nodes} nodes costs {cost:.2f} plain steps here"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specheads.decoding import costs as module
-from specheads.decoding.costs import CostCurve, clock_steps, clock_texts, never_falling, ratios
+from specheads.decoding.costs import CostCurve, clock_steps, never_falling, ratios
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5))
@@ -46,6 +47,26 @@ def test_costs_between_and_beyond() -> None:
     assert curve.at(5) == pytest.approx(1.225)
 
 
+Run = Callable[[Callable[[], None]], None]  # decodes; calls its argument after every step
+
+
+@pytest.fixture(autouse=True)
+def decoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what is given for a drafter be the decoder that is clocked."""
+
+    def decode(base: object, run: Run, input_ids: object, *, on_tokens: Any, **_: Any) -> None:
+        run(lambda: on_tokens(0, []))
+        on_tokens(1, [])  # another row of the batch is no step of its own
+
+    monkeypatch.setattr(module, "decode", decode)
+
+
+def clocked(*runs: Run, repeats: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Clock decoders."""
+    anything: Any = runs
+    return clock_steps(anything, anything, anything, repeats=repeats, max_new_tokens=1)
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return a clock of one hand that only moves when it is told to."""
@@ -54,9 +75,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def run_of(
-    clock: list[float], prefill: float, steps: Callable[[int], list[float]]
-) -> Callable[[Callable[[], None]], None]:
+def run_of(clock: list[float], prefill: float, steps: Callable[[int], list[float]]) -> Run:
     """Return a decoder whose steps take given times; ``steps`` gets how often it has run."""
     calls = itertools.count()
 
@@ -73,27 +92,28 @@ def run_of(
 def test_steps_leave_out_prefill_and_spikes(clock: list[float]) -> None:
     """A long prompt's prefill, spread over few steps, would favour trees with many steps."""
     run = run_of(clock, 5.0, lambda _: [0.25, 0.25, 7.0, 0.25])
-    assert clock_steps([run], repeats=3) == [[0.25] * 3]
+    assert clocked(run, repeats=3)[0] == [[0.25] * 3]
     busy = run_of(clock, 5.0, lambda _: [7.0, 0.25, 7.0, 7.0, 0.25, 7.0])
-    assert clock_steps([busy], repeats=1) == [[0.25]]
+    assert clocked(busy, repeats=1)[0] == [[0.25]]
     one_step = run_of(clock, 5.0, lambda _: [0.25])
-    assert clock_steps([one_step], repeats=1) == [[0.25]]
+    assert clocked(one_step, repeats=1)[0] == [[0.25]]
     only_prefill = run_of(clock, 5.0, lambda _: [])
-    assert clock_steps([only_prefill], repeats=1) == [[5.0]]
+    assert clocked(only_prefill, repeats=1)[0] == [[5.0]]
 
 
 def test_a_machine_that_slows_down_slows_all_alike(clock: list[float]) -> None:
     """Decoders clocked one after the other would be compared across different hours."""
     plain = run_of(clock, 1.0, lambda n: [2.0**n] * 3)
     tree = run_of(clock, 1.0, lambda n: [1.5 * 2.0**n] * 3)
-    seconds = clock_steps([plain, tree], repeats=4)
+    seconds, _ = clocked(plain, tree, repeats=4)
     assert seconds[0] == [2.0, 4.0, 8.0, 16.0]  # the first run only warms up
     assert ratios(seconds) == [[1.0] * 4, [1.5] * 4]
 
 
 def test_prefills_are_told_from_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that reads the prompt in its first step would seem to cost that at every step."""
-    now = iter([0.0, 5.0, 8.0, 9.0, 10.0, 11.0])  # a prefill of 5, a first step of 3, steps of 1
+    # the warm-up; then a prefill of 5, a first step of 3, steps of 1
+    now = iter([0.0, 0.0, 5.0, 8.0, 9.0, 10.0, 11.0])
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(now))
     calls = iter([0, 5])
 
@@ -101,7 +121,7 @@ def test_prefills_are_told_from_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(next(calls)):
             after_step()
 
-    assert clock_texts([run], repeats=1) == ([[1.0]], [[7.0]])
+    assert clocked(run, repeats=1) == ([[1.0]], [[7.0]])
 
 
 def test_turns_start_with_another_each_time() -> None:
@@ -111,5 +131,5 @@ def test_turns_start_with_another_each_time() -> None:
     def run_as(number: int) -> Callable[[Callable[[], None]], None]:
         return lambda after_step: order.append(number)
 
-    clock_steps([run_as(0), run_as(1), run_as(2)], repeats=3)
+    clocked(run_as(0), run_as(1), run_as(2), repeats=3)
     assert order[3:] == [0, 1, 2, 1, 2, 0, 2, 0, 1]

@@ -15,18 +15,14 @@ from tests.zoo import build
 
 def test_each_member_costs_what_it_adds_to_the_verify_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents heads, or a draft model, that are asked at every step as if they were free."""
-
-    def clock(runs: list[Any], *, repeats: int) -> list[list[float]]:
-        del repeats
-        return [[1.0], [2.5]] if len(runs) == 2 else [[1.0 + 0.1 * i] for i in range(len(runs))]
-
-    monkeypatch.setattr(clocking, "clock_steps", clock)
     clocked: list[Any] = []
 
-    def runner(base: Any, drafter: Any, prompt: Any, **options: Any) -> None:
-        clocked.append(drafter)
+    def clock(base: Any, drafters: list[Any], prompt: Any, **options: Any) -> Any:
+        clocked.extend(drafters)
+        costs = [1.0, 2.5] if len(drafters) == 2 else [1.0 + 0.1 * i for i in range(len(drafters))]
+        return [[cost] for cost in costs], []
 
-    monkeypatch.setattr(clocking, "runner", runner)
+    monkeypatch.setattr(clocking, "clock_steps", clock)
     monkeypatch.setattr(
         clocking, "step_costs", lambda base, draft, n: StepCosts(0.25, [1.0] * (n + 2))
     )

@@ -69,10 +69,9 @@ def test_verify_steps_are_clocked_up_to_the_largest_tree(
     """Prevents merged trees that are cut by the costs of other sizes."""
     asked: list[int] = []
 
-    def clock(runs: Any, *, repeats: int) -> list[list[float]]:
-        del repeats
-        asked.append(len(runs))
-        return [[1.0 + i] for i in range(len(runs))]
+    def clock(base: Any, drafters: Any, prompt: Any, **options: Any) -> Any:
+        asked.append(len(drafters))
+        return [[1.0 + i] for i in range(len(drafters))], []
 
     monkeypatch.setattr(clocking, "clock_steps", clock)
     costs = VERIFY_COSTS(load_base_model(str(tiny_model_dir)), 9)

@@ -131,9 +131,8 @@ def test_the_command_saves_prints_and_draws(
     """A figure that is printed and not saved, or saved for prompts that were calibrated on."""
     cost = 0.5
 
-    def fake_clock(runs: list[Any], *, repeats: int, enough: object) -> list[list[float]]:
-        del enough
-        return [[0.001] * repeats, *[[0.001 * cost] * repeats for _ in runs[1:]]]
+    def fake_clock(base: Any, drafters: list[Any], ids: Any, *, repeats: int, **_: Any) -> Any:
+        return [[0.001] * repeats, *[[0.001 * cost] * repeats for _ in drafters[1:]]], []
 
     monkeypatch.setattr(calibrate, "clock_steps", fake_clock)
     out = prompt_file.with_name("picture.svg")

@@ -19,13 +19,6 @@ from tests.conftest import Medusa
 from tests.conftest import three_prompts as prompts
 
 
-class Plain(tuple[int, int]):
-    """A plain run, which can be started to see how long it takes."""
-
-    def __call__(self, after_step: Callable[[], None]) -> None:
-        """Take no time."""
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], float]], list[int]]:
     """Return a function that fixes the cost of a tree by its nodes; returns the sizes clocked."""
@@ -33,20 +26,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], float]],
     def install(cost: Callable[[int], float]) -> list[int]:
         clocked: list[int] = []
 
-        def fake_runner(base: Any, drafter: Any, input_ids: Tensor, **_: Any) -> tuple[int, int]:
-            if drafter is None:
-                return Plain((0, len(input_ids)))
-            return drafter.num_nodes, len(input_ids)
-
         def fake_clock(
-            runs: Sequence[tuple[int, int]], *, repeats: int, **_: Any
-        ) -> list[list[float]]:
-            clocked.extend(nodes for nodes, _ in runs[1:])
-            return [
-                [0.002 * rows * (cost(nodes) if nodes else 1.0)] * repeats for nodes, rows in runs
-            ]
+            base: Any, drafters: Sequence[Any], input_ids: Tensor, *, repeats: int, **_: Any
+        ) -> Any:
+            sizes = [each.num_nodes for each in drafters[1:]]
+            clocked.extend(sizes)
+            costs = [1.0, *map(cost, sizes)]
+            return [[0.002 * len(input_ids) * each] * repeats for each in costs], []
 
-        monkeypatch.setattr(module, "runner", fake_runner)
+        monkeypatch.setattr(module, "decode", lambda *_, **__: None)  # it takes no time
         monkeypatch.setattr(module, "clock_steps", fake_clock)
         return clocked
 

@@ -252,16 +252,16 @@ def test_costs_come_apart_into_draft_and_verify(monkeypatch: pytest.MonkeyPatch)
     """Prevents a draft that looks free, as its cost was counted as the verify step's."""
     clocked = {"plain": 2.0, "blank": {1: 2.2, 2: 2.4, 4: 2.8}, "c": 0.5}
 
-    def clock(runs: list[Any], *, repeats: int) -> tuple[list[list[float]], list[list[float]]]:
+    def clock(base: Any, drafters: list[Any], prompt: Any, *, repeats: int, **_: Any) -> Any:
         seconds = [clocked["plain"], *clocked["blank"].values()]  # type: ignore[attr-defined]
         starts = [6.0] * 4
         for each in (0.5, 1.5):  # seconds of a draft pass of two models, and 0.2 of any drafting
             seconds += [blank + n * each + 0.2 for n, blank in clocked["blank"].items()]  # type: ignore
             starts += [6.0 + 4 * each] * 3
-        assert len(runs) == len(seconds)
+        assert len(drafters) == len(seconds)
         return [[value] * repeats for value in seconds], [[value] * repeats for value in starts]
 
-    monkeypatch.setattr(speculation, "clock_texts", clock)
+    monkeypatch.setattr(speculation, "clock_steps", clock)
     base = build("llama")
     makes = {"small": Blank, "large": Blank}
     found = clock_drafts(base, makes, torch.tensor([[1, 2]]), max_tokens=4)

@@ -227,11 +227,11 @@ def test_what_a_verify_step_costs_is_clocked(
     assert "a verify step of 4 nodes costs" in told(TreeConfig())  # really clocked
     seen: list[int] = []
 
-    def runner(base: Any, drafter: Any, ids: torch.Tensor, **_: Any) -> Any:
-        seen.append(ids.shape[1])
+    def clock(base: Any, drafters: Any, ids: torch.Tensor, **_: Any) -> Any:
+        seen.extend([ids.shape[1]] * len(drafters))
+        return [[1.0] * 3, [4.0, 2.5, 3.0]], []
 
-    monkeypatch.setattr(module, "runner", runner)
-    monkeypatch.setattr(module, "clock_steps", lambda runs, repeats: [[1.0] * 3, [4.0, 2.5, 3.0]])
+    monkeypatch.setattr(module, "clock_steps", clock)
     text = told(TreeConfig(num_nodes=7))
     assert seen == [9, 9] and text.endswith("it pays above an accept length of 3.00")
     assert "7 nodes costs 3.00 plain steps here (2.50 to 4.00)" in text
