@@ -24,6 +24,7 @@ from specheads.config.compose import composed, load_recipe
 from specheads.config.main import tidy_arguments
 from specheads.data.load import read_jsonl
 from specheads.data.pack import check_isolation
+from specheads.data.schema import differences
 from specheads.decoding.exported import load_subject
 from specheads.formats import card
 from specheads.measure import bench, clock, diagnose, evaluate, render
@@ -68,62 +69,6 @@ def best_recipe(base: PreTrainedModel) -> str:
     return "block" if tree_support(base).kind == "tree" else "hydra"
 
 
-class Progress:
-    """What has ended, and what was decided, in ``auto.json``.
-
-    Args:
-        folder: of the run.
-        asked: the settings that what is written depends on.
-        minutes: of the whole run.
-
-    Raises:
-        ConfigError: if the folder holds a run with other settings.
-    """
-
-    def __init__(self, folder: Path, asked: dict[str, Any], minutes: float, say: Say) -> None:
-        self.path, self.minutes, self.say = folder / "auto.json", minutes, say
-        self.found: dict[str, Any] = {"asked": asked, "seconds": {}, "plan": {}}
-        if self.path.exists():
-            try:
-                self.found = json.loads(self.path.read_text(encoding="utf-8"))
-                before, *_ = (dict(self.found[key]) for key in ("asked", "seconds", "plan"))
-            except (ValueError, KeyError, TypeError) as error:
-                damaged = f"{self.path} is damaged ({error}); choose another name="
-                raise ConfigError(damaged) from None
-            for key, value in asked.items():
-                if before.get(key) != value:
-                    raise ConfigError(
-                        f"{self.path} was begun with {key}={before.get(key)}, now it is {value};"
-                        " choose another name=, or give what it was begun with"
-                    )
-        self.ended: dict[str, float] = self.found["seconds"]
-        self.plan: dict[str, Any] = self.found["plan"]
-        self._said = time.monotonic()
-
-    @property
-    def left(self) -> float:
-        """Minutes that are left of those asked for, by the stages that have ended."""
-        return self.minutes - sum(self.ended.values()) / 60
-
-    def stage(self, name: str, what: Callable[[], Any]) -> None:
-        """Do what the stage ``name`` does, unless it has been done."""
-        if name in self.ended:
-            self.say(f"{name}: done before")
-            return
-        self.say(f"{name}: {max(self.left, 0):.0f} minutes left")
-        begun = time.monotonic()
-        what()
-        gc.collect()  # the models of a stage, which hold each other
-        self.ended[name] = round(time.monotonic() - begun, 1)
-        write_whole(self.path, json.dumps(self.found, indent=1) + "\n")
-
-    def doing(self, what: str, share: float = 0.0) -> None:
-        """Say what takes a while now, and every ten seconds how much of it is done."""
-        if not share or time.monotonic() - self._said > 10:
-            self.say(f"{what}, {share:.0%}" if share else what)
-            self._said = time.monotonic()
-
-
 def auto(config: AutoConfig, say: Say) -> dict[str, Any]:
     """Train heads for a base model from nothing but its name, or go on with that.
 
@@ -146,40 +91,81 @@ def auto(config: AutoConfig, say: Say) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     held = lock(folder / "LOCK")
     try:
-        asked = asdict(config)
-        for key in ("minutes", "json", "device", "threads", "name"):  # these change no data
-            del asked[key]
-        progress = Progress(folder, asked, config.minutes, say)
-        stages = _Stages(config, folder, progress)
-        progress.stage("doctor", stages.examine)
-        progress.stage("first questions", stages.write_first)
-        progress.stage("questions and answers", stages.write)
-        progress.stage("features", stages.store_features)
-        progress.stage("training", stages.train)
-        progress.stage("figures", stages.measure)
+        stages = _Stages(config, folder, say)
+        stages.stage("doctor", stages.examine)
+        stages.stage("first questions", stages.write_first)
+        stages.stage("questions and answers", stages.write)
+        stages.stage("features", stages.store_features)
+        stages.stage("training", stages.train)
+        stages.stage("figures", stages.measure)
         return stages.conclude()
     finally:
         unlock(folder, held)
 
 
 class _Stages:
-    """What each stage does.
+    """What each stage does; what has ended, and what was decided, stands in ``auto.json``.
 
     Args:
         config: the settings.
         folder: of the run.
-        progress: what has ended.
+        say: called with what a user wants to know.
+
+    Raises:
+        ConfigError: if the folder holds a run with other settings.
     """
 
-    def __init__(self, config: AutoConfig, folder: Path, progress: Progress) -> None:
-        self.config, self.folder, self.progress = config, folder, progress
-        self.plan, self.say = progress.plan, progress.say
+    def __init__(self, config: AutoConfig, folder: Path, say: Say) -> None:
+        self.config, self.folder, self.say = config, folder, say
+        asked = asdict(config)
+        for key in ("minutes", "json", "device", "threads", "name"):  # these change no data
+            del asked[key]
+        self.path = folder / "auto.json"
+        self.found: dict[str, Any] = {"asked": asked, "seconds": {}, "plan": {}}
+        if self.path.exists():
+            try:
+                self.found = json.loads(self.path.read_text(encoding="utf-8"))
+                before, *_ = (dict(self.found[key]) for key in ("asked", "seconds", "plan"))
+            except (ValueError, KeyError, TypeError) as error:
+                damaged = f"{self.path} is damaged ({error}); choose another name="
+                raise ConfigError(damaged) from None
+            if others := differences(before, asked):
+                raise ConfigError(
+                    f"{self.path} was begun with other settings: {others}; choose another name=,"
+                    " or give what it was begun with"
+                )
+        self.ended: dict[str, float] = self.found["seconds"]
+        self.plan: dict[str, Any] = self.found["plan"]
+        self._said = time.monotonic()
         # the user's server, if there is one, answers in the base's place
         endpoint, model = config.endpoint, config.endpoint_model
         self.server: dict[str, Any] = {"endpoint": endpoint, "endpoint_model": model}
         device, self.dtype, _ = hardware.prepare(config.device, config.dtype, config.threads)
         self.loading: Loading = {"device": device, "dtype": self.dtype, "attn": "auto"}
         self.loading["trust_remote_code"] = config.trust_remote_code
+
+    @property
+    def left(self) -> float:
+        """Minutes that are left of those asked for, by the stages that have ended."""
+        return self.config.minutes - sum(self.ended.values()) / 60
+
+    def stage(self, name: str, what: Callable[[], Any]) -> None:
+        """Do what the stage ``name`` does, unless it has been done."""
+        if name in self.ended:
+            self.say(f"{name}: done before")
+            return
+        self.say(f"{name}: {max(self.left, 0):.0f} minutes left")
+        begun = time.monotonic()
+        what()
+        gc.collect()  # the models of a stage, which hold each other
+        self.ended[name] = round(time.monotonic() - begun, 1)
+        write_whole(self.path, json.dumps(self.found, indent=1) + "\n")
+
+    def doing(self, what: str, share: float = 0.0) -> None:
+        """Say what takes a while now, and every ten seconds how much of it is done."""
+        if not share or time.monotonic() - self._said > 10:
+            self.say(f"{what}, {share:.0%}" if share else what)
+            self._said = time.monotonic()
 
     def examine(self) -> None:
         """Find out what the base can be decoded with, and which recipe serves it."""
@@ -213,7 +199,7 @@ class _Stages:
             return
         self.plan["files"] = [*files, "answers.jsonl"]
         number, seconds = FIRST, time.monotonic() - start
-        left = self.progress.left - (start - begun) / 60
+        left = self.left - (start - begun) / 60
         text = 60 * TEXT * (left - MEASURING * config.minutes)
         # few questions fill no batch and end with its longest: as many again, by half the time
         if (more := int((text - seconds) * FIRST / seconds / 2)) >= FIRST:
@@ -292,9 +278,9 @@ class _Stages:
         cfg = rule.decide(cfg, base, data.train)
         heads = setup.build_heads(cfg, base, output, data)
         one = Speculation(cfg, base, heads, output, tokenizer, data)
-        stage, _, _ = one.stage(cfg, self.progress)
+        stage, _, _ = one.stage(cfg, self)
         found = plan_stage(stage, cfg, {"base": base, "heads": heads}, output.weight)
-        left = self.progress.left - (time.monotonic() - begun) / 60
+        left = self.left - (time.monotonic() - begun) / 60
         minutes = left - MEASURING * self.config.minutes
         fitting = rule.steps_for_time(minutes, found.seconds_per_step)
         self.plan["steps"] = min(PASSES * cfg.steps, fitting)
@@ -334,7 +320,7 @@ class _Stages:
             pass  # met for the first time, which takes longer: never too little time
         seconds = (time.monotonic() - begun) * len(TEMPERATURES)
         # what a killed stage took is not known: never longer than its share
-        minutes = min(max(self.progress.left, 1), MEASURING * self.config.minutes)
+        minutes = min(max(self.left, 1), MEASURING * self.config.minutes)
         number = max(4, int(60 * minutes / seconds))
         prompts, digest = clock.prompts_of(base, tokenizer, path, number, NEW_TOKENS)
         settings = {
@@ -379,5 +365,5 @@ class _Stages:
             "export": str(export),
             "bench": result,
             "plan": self.plan,
-            "seconds": self.progress.ended,
+            "seconds": self.ended,
         }
