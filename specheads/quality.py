@@ -112,24 +112,21 @@ def load_original(config: QualityConfig, name: str, subject: Subject) -> PreTrai
         ConfigError: if it cannot be loaded, has another tokenizer, or its recorded weights have
             changed.
     """
-    from specheads.models.base import load_base_model, load_tokenizer
-    from specheads.models.draft import check_same_tokenizer
+    from specheads.models.draft import load_draft
     from specheads.models.names import base_digest
 
-    dtype, device = subject.base.dtype, subject.base.device
+    how: dict[str, Any] = {"dtype": subject.base.dtype, "device": subject.base.device}
     recorded = {} if config.original or not subject.export else subject.export.config["base"]
-    revision = recorded.get("revision")
+    how |= {"where": "original", "revision": recorded.get("revision")}
     try:
-        other = load_tokenizer(name, revision=revision)
-        check_same_tokenizer(subject.tokenizer, other, f"original={name}")
-        original = load_base_model(name, revision=revision, dtype=dtype, device=device, attn="auto")
+        original = load_draft(name, tokenizer=subject.tokenizer, **how)
     except ConfigError as error:
         if not recorded:
             raise
         raise ConfigError(
             f"{config.checkpoint} was tuned from {name}: {error}; original=<model> says where it is"
         ) from None
-    if recorded and (found := base_digest(name, revision=revision)) != recorded["digest"]:
+    if recorded and (found := base_digest(name, revision=how["revision"])) != recorded["digest"]:
         raise ConfigError(
             f"{config.checkpoint} was tuned from {name} with digest {recorded['digest'][:12]},"
             f" now it has {found[:12]}; original={name} compares all the same"

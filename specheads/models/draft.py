@@ -163,6 +163,7 @@ def load_draft(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     where: str = "draft",
+    revision: str | None = None,
     **loading: Unpack[Loading],
 ) -> PreTrainedModel:
     """Load a draft model, in eval mode.
@@ -172,6 +173,7 @@ def load_draft(
         tokenizer: the base model's; its identity is checked before the model is loaded. None
             checks nothing.
         where: the setting that names the draft model, for messages.
+        revision: of the hub's.
         **loading: see :class:`specheads.models.base.Loading`.
 
     Raises:
@@ -182,9 +184,9 @@ def load_draft(
     try:
         if tokenizer is not None:
             trusted = loading.get("trust_remote_code", False)
-            own = load_tokenizer(name, trust_remote_code=trusted)
+            own = load_tokenizer(name, revision=revision, trust_remote_code=trusted)
             check_same_tokenizer(tokenizer, own, f"{where}={name}")
-        draft = load_base_model(name, **loading)
+        draft = load_base_model(name, revision=revision, **loading)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.name=", f"{where}=")) from None
     if tokenizer is not None:
