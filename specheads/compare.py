@@ -27,7 +27,7 @@ def run(config: CompareConfig) -> None:
     from specheads.measure.clock import digest_of, two_sets
     from specheads.measure.drafts import DraftComparison, format_compared, sampling_of
     from specheads.measure.render import disturbance_lines
-    from specheads.models.base import input_device
+    from specheads.models.base import load_tokenizer
     from specheads.models.draft import load_draft
     from specheads.system import hardware
 
@@ -35,8 +35,12 @@ def run(config: CompareConfig) -> None:
     _check(config)
     device, dtype, threads = hardware.prepare(config.device, config.dtype, config.threads)
     trust = config.trust_remote_code
-    _check_tokenizers(config)
-    subject = load_subject(config.model, dtype=dtype, device=device, trust_remote_code=trust)
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust}
+    tokenizer = load_tokenizer(config.model, trust_remote_code=trust)
+    # before the base, which is the largest: each is held to its tokenizer
+    same: dict[str, Any] = {"tokenizer": tokenizer, "where": "candidates"}
+    drafts = {name: load_draft(name, **same, **options) for name in config.candidates}
+    subject = load_subject(config.model, **options)
     prompts, measured = two_sets(config, config.model, subject.base, subject.tokenizer)
     if not measured:
         raise ConfigError(
@@ -44,9 +48,6 @@ def run(config: CompareConfig) -> None:
             f" is measured on: num_prompts is {config.num_prompts}, num_measured"
             f" {config.num_measured}"
         )
-    options: dict[str, Any] = {"tokenizer": subject.tokenizer, "where": "candidates"}
-    options |= {"dtype": dtype, "device": input_device(subject.base), "trust_remote_code": trust}
-    drafts = {name: load_draft(name, **options) for name in config.candidates}
     before = hardware.environment(device)
     found = DraftComparison(subject, drafts, prompts, measured, config).run()
     digests = {"prompts_sha256": digest_of(prompts), "measured_sha256": digest_of(measured)}
@@ -69,21 +70,6 @@ def _check(config: CompareConfig) -> None:
     twice = sorted({name for name in config.candidates if config.candidates.count(name) > 1})
     if twice:
         raise ConfigError(f"candidates names {twice[0]} twice")
-
-
-def _check_tokenizers(config: CompareConfig) -> None:
-    """Refuse candidates with another tokenizer before any model is loaded."""
-    from specheads.models.base import load_tokenizer
-    from specheads.models.draft import check_same_tokenizer
-
-    trust = config.trust_remote_code
-    own = load_tokenizer(config.model, trust_remote_code=trust)
-    for name in config.candidates:
-        try:
-            other = load_tokenizer(name, trust_remote_code=trust)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("model.name=", "candidates=")) from None
-        check_same_tokenizer(own, other, f"candidates={name}")
 
 
 main = entry_point("compare", CompareConfig, run, literal=("model",))
