@@ -56,13 +56,8 @@ def run(config: ServeConfig) -> None:
         chosen = choose_drafter(subject, asked)
         decoders[chosen.name] = SpecDecoder.of(subject, config.decode, chosen.drafter)
     decoders[PLAIN] = SpecDecoder.of(subject, config.decode, None)
-    engine = Engine(
-        decoders,
-        batch_size=config.batch_size,
-        queue=config.queue,
-        piece=config.piece,
-        prefix_tokens=config.prefix_tokens,
-    )
+    limits = ("batch_size", "queue", "piece", "prefix_tokens")
+    engine = Engine(decoders, **{name: getattr(config, name) for name in limits})
     server = Server(engine, config, os.environ.get("SPECHEADS_API_KEY", ""))
     host, port = bound.getsockname()[:2]
     print(
