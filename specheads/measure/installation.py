@@ -101,7 +101,7 @@ PACKAGES = (
     Package("vllm", "vllm", "specheads.vllm_proposer in vLLM", needs_gpu=True, quick=False),
 )
 # where the package's own metadata, which pip keeps, is not there or says nothing
-_REQUIREMENTS = {"vllm": "vllm>=0.32"}
+_REQUIREMENTS = {"vllm": "vllm>=0.32", "lm-eval": "lm-eval[hf]"}
 _TRIAL = """
 import importlib, sys
 for name in sys.argv[1:]:
