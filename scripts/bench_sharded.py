@@ -180,12 +180,10 @@ def main() -> None:
     for case in given.cases:
         run = root / "run"
         shutil.rmtree(run, ignore_errors=True)
-        words = CASES[case]
+        words = CASES[case].split()
         if "deepspeed=zero2" not in words:
-            words += (
-                "deepspeed=zero3",
-                *(f"+deepspeed.zero_optimization.{key}={n}" for key, n in zero.items()),
-            )
+            section = "+deepspeed.zero_optimization"
+            words += ["deepspeed=zero3", *(f"{section}.{key}={n}" for key, n in zero.items())]
         words = [
             *words, f"model={root / 'base'}", f"model.dtype={given.dtype}", "data=jsonl",
             f"data.path={records}", f"hydra.run.dir={run}", "device=cpu",
