@@ -241,7 +241,7 @@ class Speculation:
         with runnable(base):
             batches, heldout, notes = cached_features(cfg, base, self.data, log, heads.taps)
         objective = HeadsObjective(
-            None if cfg.features.dir else base, heads, cfg.loss,
+            None if cfg.features.source else base, heads, cfg.loss,
             train_base=tuned, output=self.output, embed=embedding(base, heads),
         )  # fmt: skip
         parts = {"heads": (cast(nn.Module, heads), cfg.optim.lr)}
@@ -317,7 +317,7 @@ class Speculation:
         if not dist.is_main():
             if in_parts and tuned and (merged or not has_adapter(base)):
                 take_part(base)
-            if in_parts:
+            if in_parts and not cfg.features.source:  # which stands in for the base
                 self.heldout_figures(heldout, original, tuned=tuned)
             return
         if merged and not in_parts:

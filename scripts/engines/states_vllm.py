@@ -18,57 +18,6 @@ AT_ONCE = 64  # texts between two moves of files
 PATIENCE = 60.0  # seconds for a file to be written
 
 
-def loaded(job: dict[str, Any], path: str) -> Any:
-    """Load the base with the connector that writes hidden states."""
-    import vllm
-
-    longest = max(len(ids) for ids in job["texts"].values())
-    layers = {"eagle_aux_hidden_state_layer_ids": job["about"]["layers"]}
-    return vllm.LLM(
-        job["model"],
-        dtype=job["dtype"],
-        max_model_len=longest + 1,
-        enable_prefix_caching=False,
-        enable_chunked_prefill=False,
-        max_num_batched_tokens=max(2048, longest + 1),
-        speculative_config={
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": layers},
-        },
-        kv_transfer_config={
-            "kv_connector": "ExampleHiddenStatesConnector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": path},
-        },
-        **job["options"],
-    )
-
-
-class Past:
-    """Stands for a CUDA event where nothing is asynchronous: it has happened."""
-
-    def record(self, *_: Any) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def query(self) -> bool:
-        """Return whether it has happened."""
-        return True
-
-
-def without_accelerator() -> None:
-    """Let vLLM's connector write on a CPU, where it fails at pinned memory and at CUDA's events."""
-    import torch
-
-    if not torch.accelerator.is_available():
-        made = torch.empty_like
-        torch.empty_like = lambda *of, pin_memory=False, **more: made(*of, **more)
-        torch.cuda.Event = Past
-
-
 def written_file(llm: Any, path: str) -> Path:
     """Return the file of a text that was run, once it is whole.
 
@@ -96,8 +45,9 @@ def main() -> None:
     states, engine = Path(job["folder"]), Path(job["engine"])
     states.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=states.parent) as written:
-        llm, one = loaded(job, written), vllm.SamplingParams(max_tokens=1, temperature=0)
-        without_accelerator()  # not before: vLLM's worker has stand-ins of its own
+        kept = job["options"]["kv_transfer_config"]["kv_connector_extra_config"]
+        kept["shared_storage_path"] = written
+        llm, one = vllm.LLM(**job["options"]), vllm.SamplingParams(max_tokens=1, temperature=0)
         dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
         about = {**job["about"], "computation": f"vLLM {vllm.__version__}, {dtype}"}
         before = json.loads(engine.read_text()) if engine.is_file() else about

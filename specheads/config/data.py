@@ -141,14 +141,29 @@ def _check_type(key: str, value: object, declared: str) -> None:
 
 @dataclass
 class FeaturesConfig(Section):
-    """A cache of the frozen base's last hidden states, so that heads train without the base."""
+    """Hidden states of the frozen base, so that heads train without running it."""
 
     # where it lies or is to be made; empty: run the base at every step; auto: beside the run's
     # directory, by the digest of base and data, where the disk has room
     dir: str = ""
     # auto: that of model.dtype; int8: with a scale per token
     dtype: str = one_of("auto", "float32", "bfloat16", "int8")
+    # a vLLM server that gives them while heads train, as http://localhost:8000/v1, so that nothing
+    # is stored; scripts/engine_features.py --serve starts one
+    endpoint: str = ""
 
     def __post_init__(self) -> None:
         self.dtype = DTYPES.get(self.dtype, self.dtype)
         super().__post_init__()
+        if self.endpoint and self.dir == "auto":
+            self.dir = ""
+        url = not self.endpoint or self.endpoint.startswith(("http://", "https://"))
+        self.check(url, "endpoint", "like http://localhost:8000/v1")
+        stored = "left out with features.dir, which stores what the base says"
+        self.check(not (self.endpoint and self.dir), "endpoint", stored)
+
+    @property
+    def source(self) -> str:
+        """The setting that names where they come from; empty where the base is run."""
+        given = {"dir": self.dir, "endpoint": self.endpoint}
+        return next((f"features.{key}={value}" for key, value in given.items() if value), "")

@@ -11,7 +11,8 @@ token, without padding. Packed documents do not see each other, so the numbers o
 on its own tokens alone and serve any order, row length and mask of labels. Shards are written whole
 or not at all, so an interrupted run goes on where it was. They are read mapped into memory.
 
-Hidden states may also come from an engine that ran the base elsewhere: :class:`EngineStates`.
+Hidden states may also come from an engine that ran the base elsewhere: :class:`EngineStates`, or,
+stored nowhere, :mod:`specheads.data.served`.
 
 Shapes: B T batch, n tokens of one document, d hidden size, k stored tokens, V vocabulary.
 """
@@ -385,16 +386,31 @@ class EngineStates:
             )
         with one_line(f"{file} {_BY_ENGINE}"), safe_open(file, framework="pt") as opened:
             states = opened.get_tensor("hidden_states")  # [n, layers, d]
-        norm, size = final_norm(base), base.config.get_text_config().hidden_size
+        size = base.config.get_text_config().hidden_size
         shape = (len(document.input_ids), len(self.layers), size)
         if tuple(states.shape) != shape:
             found = f"hidden_states is {list(states.shape)}, expected {list(shape)}"
             raise ConfigError(f"{file} {_BY_ENGINE}: {found}")
-        weight = next(norm.parameters())
-        states = states.to(weight.device, weight.dtype)
-        parts = [states[:, self.layers.index(place)] for place in behind]
-        parts = [norm(x) if tap == FINAL else x for tap, x in zip(taps, parts, strict=True)]
-        return torch.cat(parts, dim=-1)
+        return at_taps(states, [self.layers.index(place) for place in behind], taps, base)
+
+
+def at_taps(
+    states: Tensor, places: Sequence[int], taps: Sequence[str], base: PreTrainedModel
+) -> Tensor:
+    """Return what heads read, [n, taps * d], of what an engine's layers put out.
+
+    Args:
+        states: [n, layers, d].
+        places: of each tap which of the layers it is.
+        taps: which hidden states, see :func:`specheads.models.output.capture_hidden`.
+        base: its final norm makes the final states of the last layer's.
+    """
+    norm = final_norm(base)
+    weight = next(norm.parameters())
+    states = states.to(weight.device, weight.dtype)
+    parts = [states[:, place] for place in places]
+    parts = [norm(x) if tap == FINAL else x for tap, x in zip(taps, parts, strict=True)]
+    return torch.cat(parts, dim=-1)
 
 
 def ids_digest(ids: Any) -> str:

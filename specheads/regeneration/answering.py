@@ -19,8 +19,9 @@ from specheads.models.base import described, end_tokens, load_tokenizer
 from specheads.regeneration import engine
 from specheads.regeneration.answers import AnswerFile, Outcome, read_lines
 from specheads.regeneration.dialogue import TurnEncoder, check_answerable
-from specheads.regeneration.endpoint import Client, ask_server
+from specheads.regeneration.endpoint import ask_server
 from specheads.regeneration.questions import Questioner, read_leads
+from specheads.system.client import Client
 from specheads.system.terminal import advance, progress_bar, waiting_for
 
 Say = Callable[[str], object]

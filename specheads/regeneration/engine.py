@@ -31,8 +31,8 @@ from specheads.models.names import base_digest, model_folder, resolve_name
 from specheads.models.support import tree_support
 from specheads.regeneration.answers import Outcome, Sampling, record_seed
 from specheads.regeneration.dialogue import Dialogue, TurnEncoder, check_answer, dialogue
-from specheads.regeneration.endpoint import Client
 from specheads.system import __version__, hardware
+from specheads.system.client import Client
 from specheads.verification.sampling import Sampler
 
 POOL = 32  # batches whose records are sorted by length together

@@ -67,8 +67,9 @@ def flatten_settings(cfg: TrainConfig) -> dict[str, Any]:
 
     Secrets in them are hidden: checkpoints keep what is returned, and later runs compare with it.
     """
-    settings = leaves(redact(dataclasses.asdict(cfg)))
-    return {key: value for key, value in settings if not _is_free(key)}
+    settings = dict(leaves(redact(dataclasses.asdict(cfg))))
+    settings["features.endpoint"] = bool(cfg.features.endpoint)  # one server is as good as another
+    return {key: value for key, value in settings.items() if not _is_free(key)}
 
 
 def _is_free(key: str) -> bool:

@@ -104,16 +104,26 @@ def gather(
 
     Returns:
         The batches, and the number of tokens over all ranks.
+
+    Raises:
+        RunError: on all ranks, if the data of one of them cannot be had.
     """
+    micro, missing = [], ""
     # all of a step's micro-batches are there before the first is run: a loss is a sum over its own
     # labels divided by the labels of all, else a micro-batch with few of them would count as much
-    micro = [next(batches) for _ in range(num_micro)]
-    counts = torch.zeros(num_heads + 2, dtype=torch.float64)
+    try:
+        micro = [next(batches) for _ in range(num_micro)]
+    except RunError as error:
+        missing = str(error)
+    counts = torch.zeros(num_heads + 3, dtype=torch.float64)
+    counts[-1] = bool(missing)
     for batch in micro:
         tokens = (batch["segment_ids"] > 0).sum()[None]
         valid = count_valid(batch["labels"], batch["segment_ids"], num_heads)
-        counts += torch.cat([valid, tokens]).cpu()
+        counts[:-1] += torch.cat([valid, tokens]).cpu()
     counts = dist.sum_over_ranks(counts.to(device)).cpu()
+    if counts[-1]:
+        raise RunError(next(filter(None, dist.gather_texts(missing))))
     num_valid = counts[: num_heads + 1].to(torch.float32)
     placed = [on_device({**batch, "num_valid": num_valid}, device) for batch in micro]
     return placed, float(counts[num_heads + 1])
@@ -177,13 +187,18 @@ class _Training:
         """Take one optimizer step, or leave it out; return whether any rank was asked to stop.
 
         Raises:
-            RunError: if a loss or gradient is not finite, and no more of them may be left out.
+            RunError: if a loss or gradient is not finite, and no more of them may be left out, or
+                there is no data.
         """
         step, stage, optim = self.progress.step, self.stage, self.cfg.optim
         trained, first = stage.objective, stage.first_step
         before = stage.batches.state_dict(), *checkpoints.random_state()
         trained.lambda_scale = lambda_scale(step, first, self.last_step, self.cfg.loss)
-        micro, tokens = gather(stage.batches, optim.accumulation, trained.num_heads, device)
+        try:
+            micro, tokens = gather(stage.batches, optim.accumulation, trained.num_heads, device)
+        except RunError as error:
+            kind = InterruptedRunError if asked_to_stop() else RunError
+            self.give_up(str(error), "resume=auto goes on from there", before, kind)
         metrics, bad, bad_anywhere, stopping = run_micro_batches(self.engine, micro, asked_to_stop)
         metrics["grad_norm"] = self.engine.step(self.factor(step))
         taken = not bad_anywhere and math.isfinite(metrics["grad_norm"])
@@ -191,7 +206,14 @@ class _Training:
             fault, chosen = ("loss", bad) if bad_anywhere else ("gradient", range(len(micro)))
             where = report(self.run.dir, step + 1, fault, micro, chosen)
             if self.progress.skipped >= optim.skip_nonfinite:
-                self.give_up(f"the {fault} of step {step + 1} is not finite", where, before)
+                before_it = self.progress.skipped
+                already = f" after {before_it} left out" if before_it else ""
+                self.give_up(
+                    f"the {fault} of step {step + 1} is not finite{already}; stopped before the"
+                    f" optimizer step; {where}",
+                    "optim.skip_nonfinite=N goes on past it",
+                    before,
+                )
             self.progress.skipped += 1
             self.run.say(
                 f"step {step + 1} left out, as its {fault} is not finite: {where} "
@@ -207,16 +229,21 @@ class _Training:
         self.run.advance()
         return stopping
 
-    def give_up(self, what: str, where: str, before: tuple[Any, ...]) -> NoReturn:
+    def give_up(
+        self,
+        why: str,
+        how_to_go_on: str,
+        before: tuple[Any, ...],
+        kind: type[RunError | InterruptedRunError] = RunError,
+    ) -> NoReturn:
         """Save the state from before the step that cannot be taken, and stop the run."""
         position, *generators = before
         saved = ""
         if self.progress.step:
             checkpoints.set_random_state(*generators)
             self.save(position)
-            saved = f"; step {self.progress.step} is saved, optim.skip_nonfinite=N goes on past it"
-        already = f" after {self.progress.skipped} left out" if self.progress.skipped else ""
-        error = RunError(f"{what}{already}; stopped before the optimizer step; {where}{saved}")
+            saved = f"; step {self.progress.step} is saved, {how_to_go_on}"
+        error = kind(why + saved)
         error.on_every_rank = True
         raise error
 
@@ -293,8 +320,8 @@ def fit(stage: Stage, cfg: TrainConfig, run: RunLog, evaluate: Evaluate | None =
 
     Raises:
         InterruptedRunError: after SIGINT, SIGTERM or SIGUSR1, with a checkpoint saved.
-        RunError: if a loss or gradient is not finite, once too often for ``optim.skip_nonfinite``;
-            what was before that step is saved.
+        RunError: if a loss or gradient is not finite, once too often for ``optim.skip_nonfinite``,
+            or the data of a step cannot be had; what was before that step is saved.
     """
     last_step = stage.last_step or cfg.steps
     end = min(last_step, cfg.max_steps or last_step)

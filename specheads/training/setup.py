@@ -195,9 +195,10 @@ def _in_parts(cfg: TrainConfig) -> PreTrainedModel | None:
 
 
 def check_no_cache(cfg: TrainConfig) -> None:
-    """Refuse a feature cache where the base is trained, and its hidden states with it."""
-    kept = f"features.dir={cfg.features.dir} keeps hidden states of a frozen base, as"
-    refuse({f"{kept} +recipe=medusa1 has; {cfg.recipe} trains it": cfg.features.dir})
+    """Refuse hidden states from elsewhere where the base is trained, and they change with it."""
+    source = cfg.features.source
+    kept = f"{source} keeps hidden states of a frozen base, as"
+    refuse({f"{kept} +recipe=medusa1 has; {cfg.recipe} trains it": source})
 
 
 @contextlib.contextmanager
@@ -491,8 +492,8 @@ def check_draft(cfg: TrainConfig) -> None:
             " draft.loss=labels learns the data's tokens": (
                 draft.loss == "labels" and bool(draft.on_policy or draft.stored)
             ),
-            f"features.dir={cfg.features.dir} keeps hidden states for heads; what a draft model"
-            " learns from is kept by draft.stored": bool(cfg.features.dir),
+            f"{cfg.features.source} keeps hidden states for heads; what a draft model"
+            " learns from is kept by draft.stored": bool(cfg.features.source),
             f"adapter.kind={cfg.adapter.kind} tunes the base; {cfg.recipe} trains a draft model": (
                 cfg.adapter.kind != "none"
             ),

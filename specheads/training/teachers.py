@@ -1,8 +1,8 @@
 """What stands in for running the base, or for its texts, while something learns from it.
 
-A feature cache: heads train on the frozen base's hidden states, the same batches without the base.
-A stored teacher: a draft model learns from the base's most likely tokens at every position. Either
-is added to the batches of ``data/pack.py`` beside the tokens.
+Hidden states that are stored or served: heads train on the frozen base's, without the base. A
+stored teacher: a draft model learns from the base's most likely tokens at every position. Either is
+added to the batches of ``data/pack.py`` beside the tokens.
 
 On-policy batches: a draft model that is only shown what the base writes never sees the places where
 its own guesses lead. Here it writes the answers, and learns the base's distribution along them
@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from specheads.config import ConfigError, TrainConfig
 from specheads.data import teacher_cache
 from specheads.data.pack import Batch, Mapped, PackedBatches, number_of
+from specheads.data.served import AHEAD, ServedBatches, StatesServer
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import input_device
 from specheads.models.output import OutputLayer, packed_hidden, with_final
@@ -51,10 +52,11 @@ class Log(Protocol):
 def cached_features(
     cfg: TrainConfig, base: PreTrainedModel, data: Data, log: Log | None, taps: Sequence[str]
 ) -> tuple[Batches, list[Batch], list[str]]:
-    """Return batches and held-out rows with the base's hidden states, if ``features.dir`` is set.
+    """Return batches and held-out rows with the base's hidden states, if they come from elsewhere.
 
-    What is missing in the cache is written: by the base, or from what an engine wrote into the
-    folder (``scripts/engine_features.py``). A dry run, or one without log, writes nothing: its
+    With ``features.endpoint`` a server gives them. With ``features.dir`` what is missing in the
+    cache is written: by the base, or from what an engine wrote into the folder
+    (``scripts/engine_features.py``). A dry run, or one without log, writes and asks nothing: its
     batches have zeros. With the states at ``taps`` lie the final ones, which are what the base's
     own tokens come from.
 
@@ -64,11 +66,14 @@ def cached_features(
     Raises:
         ConfigError: if the cache was made of something else, data.growth is set, the disk has too
             little room, or a file of the cache is damaged.
-        RunError: if the disk fills up; what is finished stays, and the next run goes on there.
+        RunError: if the disk fills up; what is finished stays, and the next run goes on there. If
+            a server does not give what is needed.
     """
-    if not cfg.features.dir:
-        return data.train, data.heldout, []
     batches, heldout = data.train, data.heldout
+    if cfg.features.endpoint:
+        return _served(cfg, base, data, log, with_final(taps))
+    if not cfg.features.dir:
+        return batches, heldout, []
     if not isinstance(batches, PackedBatches):
         raise ConfigError("features.dir needs rows of one length; leave data.growth out")
     autocast, folder = cfg.autocast == "bfloat16", Path(cfg.features.dir).expanduser()
@@ -105,6 +110,25 @@ def cached_features(
         known = [[next(count) for _ in row] for row in batch["documents"]]
         filled.append({**batch, **caches[1].rows(known, batch["input_ids"].shape[1])})
     return teacher_cache.cached_batches(batches, caches[0]), filled, []
+
+
+def _served(
+    cfg: TrainConfig, base: PreTrainedModel, data: Data, log: Log | None, taps: Sequence[str]
+) -> tuple[Batches, list[Batch], list[str]]:
+    url = cfg.features.endpoint
+    if cfg.dry_run or log is None:
+        width = len(taps) * base.config.get_text_config().hidden_size
+        zeros = with_numbers(data.train, hidden=torch.zeros(width, dtype=base.dtype))
+        return zeros, data.heldout, [f"hidden states: from {url}, nothing is stored"]
+    digest = teacher_cache.computed_by(cfg.model, cfg.autocast)["base model"]
+    patience = cfg.dist_timeout
+    server = StatesServer(url, base, digest, taps, patience=patience, say=log.say)
+    log.say(f"hidden states: {server.kind}, from {url}, {AHEAD} micro-batches ahead")
+    log.doing("asking for the held-out rows' hidden states")
+    # rank 0 alone measures on them
+    rows = data.heldout if dist.is_main() else []
+    heldout = [server.filled(batch, server.ask(batch)) for batch in rows]
+    return ServedBatches(data.train, server), heldout, []
 
 
 def with_numbers(batches: Batches, **numbers: Tensor) -> Mapped:

@@ -20,6 +20,7 @@ from specheads.models.draft import load_draft
 from tests.end_to_end.commands import SHORT, on_files
 from tests.end_to_end.test_recipes import OWN
 from tests.processes import ROOT
+from tests.states_server import StatesServer
 
 ALONE = ["-m"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
@@ -37,6 +38,7 @@ LORA = ("adapter=lora", "adapter.rank=4", "adapter.dropout=0")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "medusa1": ("zero3", ("+recipe=medusa1",)),
     "cached": ("zero1", ("+recipe=medusa1", "features.dir=CACHE")),
+    "served": ("zero2", ("+recipe=medusa1", "features.endpoint=SERVER")),
     "streamed": ("zero2", ("+recipe=medusa1", "data.streaming=true")),
     "hydra": ("zero3", ("+recipe=hydra", "features.dir=CACHE")),
     "medusa2": ("zero3", ("+recipe=medusa2",)),
@@ -85,7 +87,8 @@ def test_recipes_on_two_ranks(
     """Rows that both ranks take, or none, give a loss that falls as well."""
     stage, words = CASES[case]
     one, two = tmp_path / "one", tmp_path / "two"
-    words = (*TUNED, *words)
+    server = StatesServer(tmp_path / "shared", tiny_model_dir, [2])
+    words = (*TUNED, *(word.replace("SERVER", server.url) for word in words))
     port = str(20_000 + os.getpid() % 10_000)
     launcher = [word.replace("PORT", port) for word in DEEPSPEED]
     launcher = launcher if case == "medusa1" else TORCHRUN
@@ -107,6 +110,7 @@ def test_recipes_on_two_ranks(
         assert stored.keys() == found.keys()
         for name, value in stored.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
+    server.close()
     export = two / "export"
     if is_plain_model(str(export)):
         load_draft(str(export), tokenizer=load_tokenizer(str(export)), where="export")

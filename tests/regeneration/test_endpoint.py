@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from specheads.config import ConfigError, RunError
-from specheads.regeneration import endpoint as client_module
+from specheads.regeneration import endpoint
 from specheads.regeneration.answers import Outcome, Sampling, record_seed
 from specheads.regeneration.dialogue import dialogue
-from specheads.regeneration.endpoint import Client, ServerError, ask_server
+from specheads.regeneration.endpoint import ask_server
+from specheads.system import client as client_module
+from specheads.system.client import Client, ServerError
 
 # what a server does with its nth request (from 0): status, body, headers; None: it never answers
 Script = Callable[[int, str, dict[str, Any]], tuple[int, Any, dict[str, str]] | None]
@@ -377,7 +379,7 @@ def test_a_streamed_answer_is_as_a_whole_one(
     talk = dialogue(chats("a")[0] if is_chat else pair)
     sampling = Sampling(max_new_tokens=11, logprobs=1)
     client = client_of(serve(script), timeout=0.5, retries=0)
-    found = client_module.next_answer(client, "m", sampling, talk)
+    found = endpoint.next_answer(client, "m", sampling, talk)
     assert found.text == "".join(pieces)
     assert (found.finish_reason, found.num_tokens) == ("length", 9)
     assert list(found.likely) == [(place, [place], [-0.5]) for place in range(5)]
