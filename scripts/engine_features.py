@@ -1,23 +1,16 @@
-"""Let vLLM run a base over the texts of a training, which is trained from its hidden states.
+"""Start vLLM as a server of a base's hidden states, from which a training's heads learn.
 
-    python scripts/engine_features.py --training +recipe=medusa1 model=smollm2 features.dir=runs/of
-    python -m specheads.train +recipe=medusa1 model=smollm2 features.dir=runs/of
-
-writes them once. While a training runs a server can give them, of which nothing is stored:
-
-    python scripts/engine_features.py --serve 8000 --training +recipe=medusa1 model=smollm2
+    python scripts/engine_features.py --training +recipe=medusa1 model=smollm2
     python -m specheads.train +recipe=medusa1 model=smollm2 features.endpoint=http://localhost:8000/v1
 
-The words behind ``--training`` are those of the training, which name the base, the data, the heads
-and the folder. vLLM runs in an environment of its own (scripts/engines/vllm.txt), or in that of
-``--python``, and its connector writes a file of all hidden states for each text. A text that is
-there is not run again. The training makes its own store of them, and the folder ``states`` may then
-be deleted. Of a server a text's file is there until the training has read it.
+The words behind ``--training`` are those of the training, which name the base, its dtype, the
+length of rows and the heads, for whose layers it is started. vLLM runs in an environment of its own
+(scripts/engines/vllm.txt), or in that of ``--python``. Its connector writes a file for each text
+that it is asked for; the training reads and deletes it. Stop it with Ctrl-C.
 """
 
 import json
 import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,31 +19,29 @@ import engines
 import harness
 import torch
 
-from specheads.config import ConfigError, TrainConfig
+from specheads.config import TrainConfig
 from specheads.config.compose import composed
 from specheads.config.main import tidy_arguments
-from specheads.data.pack import PackedBatches
-from specheads.data.teacher_cache import ENGINE, EngineStates, computed_by, ids_digest
 from specheads.models.mtp import MtpHeads
 from specheads.models.names import resolve_name
 from specheads.models.output import layers_behind, with_final
-from specheads.training.setup import heads_of, load_base, load_data
+from specheads.training.setup import heads_of, load_base
 
 
 @dataclass
 class Settings:
-    """What is run where.
+    """What is served, and where.
 
     Attributes:
         training: the words of the training
-        serve: the port of a server that gives states until it is stopped
-        shared: folder on a disk that server and training see, for files of texts under way
+        port: of the server
+        shared: folder on a disk that server and training see, for the files of texts under way
         python: of an environment with vLLM; without it one is made in .engines
-        options: what else vLLM's LLM is told, as JSON, as {"tensor_parallel_size": 4}
+        options: what else vLLM is told, as JSON, as {"tensor_parallel_size": 4}
     """
 
     training: tuple[str, ...] = ()
-    serve: int = 0
+    port: int = 8000
     shared: Path = Path("/dev/shm")
     python: str = ""
     options: str = "{}"
@@ -67,34 +58,17 @@ def layers_of(cfg: TrainConfig) -> list[int]:
     return sorted(set(layers_behind(base, with_final(taps))))
 
 
-def texts_of(cfg: TrainConfig) -> list[list[int]]:
-    """Return the texts of a training as token ids.
-
-    Raises:
-        ConfigError: if the settings say no folder, or rows of no one length.
-    """
-    if cfg.features.dir in ("", "auto"):
-        raise ConfigError("features.dir is empty; name the folder of the hidden states")
-    base, _, tokenizer = load_base(cfg, weights=False)
-    data = load_data(cfg, base, tokenizer, train_base=False)
-    if not isinstance(data.train, PackedBatches):
-        raise ConfigError("features.dir needs rows of one length; leave data.growth out")
-    held = [each for batch in data.heldout for row in batch["documents"] for each in row]
-    return [each.input_ids.tolist() for each in (*data.train.documents, *held)]
-
-
-def options_of(cfg: TrainConfig, layers: list[int], longest: int, folder: Path) -> dict[str, Any]:
-    """Return what vLLM is told.
+def command_of(cfg: TrainConfig, given: Settings, folder: Path) -> list[str]:
+    """Return what follows Python on vLLM's command line.
 
     Args:
         cfg: the training.
-        layers: behind how many layers states are taken.
-        longest: tokens of the longest text.
+        given: what else it is told.
         folder: where the connector writes.
     """
-    heads = {"eagle_aux_hidden_state_layer_ids": layers}
-    return {
-        "model": resolve_name(cfg.model.name),
+    longest, heads = cfg.data.seq_len, {"eagle_aux_hidden_state_layer_ids": layers_of(cfg)}
+    told: dict[str, Any] = {
+        "port": given.port,
         "dtype": cfg.model.dtype,
         "max_model_len": longest + 1,
         "enable_prefix_caching": False,
@@ -111,62 +85,20 @@ def options_of(cfg: TrainConfig, layers: list[int], longest: int, folder: Path) 
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {"shared_storage_path": str(folder)},
         },
+        **json.loads(given.options),
     }
-
-
-def serve(cfg: TrainConfig, given: Settings, python: str, environ: dict[str, str]) -> None:
-    """Become a server of hidden states."""
-    # a port is one server's, and so is what lies in the folder
-    folder = given.shared / f"specheads-states-{os.getuid()}-{given.serve}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    told = options_of(cfg, layers_of(cfg), cfg.data.seq_len, folder) | json.loads(given.options)
-    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", told.pop("model")]
+    command = ["-m", "vllm.entrypoints.cli.main", "serve", resolve_name(cfg.model.name)]
     for name, value in told.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             command += [f"--{flag}" if value else f"--no-{flag}"]
         else:
             command += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
-    os.execve(python, [*command, "--port", str(given.serve)], environ)
-
-
-def store(cfg: TrainConfig, given: Settings, python: str, environ: dict[str, str]) -> None:
-    """Run vLLM where states are missing in the folder.
-
-    Raises:
-        SystemExit: if the folder holds the states behind other layers.
-    """
-    texts, layers = texts_of(cfg), layers_of(cfg)
-    folder = Path(cfg.features.dir).expanduser().absolute()
-    base_model = computed_by(cfg.model, cfg.autocast)["base model"]
-    there = EngineStates.found(folder, base_model)
-    if there and not set(layers) <= set(there.layers):
-        raise SystemExit(
-            f"{folder} holds the states behind the layers {list(there.layers)}, these heads read"
-            f" {layers}; name another features.dir"
-        )
-    layers = list(there.layers) if there else layers
-    known = there.files if there else {}
-    missing = {ids_digest(ids): ids for ids in texts}
-    missing = {name: ids for name, ids in missing.items() if name not in known}
-    print(f"{len(texts):,} texts, {len(missing):,} of them still to be run", flush=True)
-    if not missing:
-        return
-    told = options_of(cfg, layers, max(map(len, missing.values())), folder)
-    job = {
-        "about": {"base model": base_model, "layers": layers},
-        **{"texts": missing, "folder": str(folder / "states"), "engine": str(folder / ENGINE)},
-        "options": told | json.loads(given.options),
-    }
-    work = folder / "job.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    work.write_text(json.dumps(job))
-    subprocess.run([python, engines.HERE / "states_vllm.py", work], env=environ, check=True)
-    work.unlink()
+    return command
 
 
 def main() -> None:
-    """Compose the training, and run vLLM for it."""
+    """Compose the training, and become the server."""
     given = harness.parse(Settings)
     words = tidy_arguments(list(given.training))
     cfg = composed(
@@ -175,7 +107,11 @@ def main() -> None:
     vllm = engines.Vllm(engines.Settings())
     environ = engines.environ_of(vllm)
     environ["PYTHONPATH"] += f"{os.pathsep}{engines.HERE}"  # of the connector
-    (serve if given.serve else store)(cfg, given, given.python or str(vllm.install()), environ)
+    # a port is one server's, and so is the folder of that name, which it empties
+    folder = given.shared.absolute() / f"specheads-states-{os.getuid()}-{given.port}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    python = given.python or str(vllm.install())
+    os.execve(python, [python, *command_of(cfg, given, folder)], environ)
 
 
 if __name__ == "__main__":

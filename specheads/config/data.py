@@ -148,8 +148,8 @@ class FeaturesConfig(Section):
     dir: str = ""
     # auto: that of model.dtype; int8: with a scale per token
     dtype: str = one_of("auto", "float32", "bfloat16", "int8")
-    # a vLLM server that gives them while heads train, as http://localhost:8000/v1, so that nothing
-    # is stored; scripts/engine_features.py --serve starts one
+    # a vLLM server that gives them in the base's place, as http://localhost:8000/v1: while heads
+    # train, or, with dir, once; scripts/engine_features.py starts one
     endpoint: str = ""
 
     def __post_init__(self) -> None:
@@ -159,8 +159,6 @@ class FeaturesConfig(Section):
             self.dir = ""
         url = not self.endpoint or self.endpoint.startswith(("http://", "https://"))
         self.check(url, "endpoint", "like http://localhost:8000/v1")
-        stored = "left out with features.dir, which stores what the base says"
-        self.check(not (self.endpoint and self.dir), "endpoint", stored)
 
     @property
     def source(self) -> str:

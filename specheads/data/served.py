@@ -30,12 +30,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.config import RunError
+from specheads.data.chat import Encoded
 from specheads.data.pack import Batch
-from specheads.data.teacher_cache import at_taps
 from specheads.models.base import input_device
 from specheads.models.forward import undisturbed
 from specheads.models.names import base_digest
-from specheads.models.output import LAYER, layers_behind, layers_of, packed_taps
+from specheads.models.output import (
+    FINAL,
+    LAYER,
+    final_norm,
+    layers_behind,
+    layers_of,
+    packed_taps,
+)
 from specheads.system.client import Client, ServerError
 from specheads.system.signals import StopSignal
 
@@ -59,9 +66,6 @@ class StatesServer:
         patience: seconds for which a server that fails is asked again.
         say: told once when that begins.
 
-    Attributes:
-        kind: the dtype of the server's states.
-
     Raises:
         ConfigError: for a url that is none.
         RunError: if the server's states are not the base's at these taps, or it gave none.
@@ -79,7 +83,7 @@ class StatesServer:
     ) -> None:
         self._client = Client(url, timeout=min(patience, _ANSWER_SECONDS), retries=0)
         self._base, self._taps, self._patience, self._say = base, taps, patience, say
-        self._trouble = self._said = self.kind = ""
+        self._trouble = self._said = ""
         self._pool = ThreadPool(AT_ONCE)  # of daemons: a server that hangs holds no process up
         self._jobs: deque[AsyncResult[Any]] = deque(maxlen=AHEAD + 1)
         weakref.finalize(self, _close, self._client, self._pool, self._jobs)
@@ -89,30 +93,50 @@ class StatesServer:
         self._model, root = listed[0]["id"], Path(str(listed[0].get("root")))
         if root.is_dir() and base_digest(str(root)) != digest:
             raise self._other(f"it serves {root}, which holds other weights")
+        self._norm = final_norm(base)
+        self._norm_weight = next(self._norm.parameters())
         self._own = self._layers_here()
         probe = self._wait(self._pool.apply_async(self._states, (list(_PROBE),)))
         self._at = self._places(probe)
-        self.kind = str(probe.dtype).removeprefix("torch.")
 
-    def ask(self, batch: Batch) -> AsyncResult[Any]:
-        """Ask for the states of a batch's texts, which :meth:`filled` waits for."""
-        texts = [batch["input_ids"][place].tolist() for place in _places_of(batch)]
+    def ask(self, texts: Iterable[list[int]]) -> AsyncResult[Any]:
+        """Ask for the states of texts, given as token ids; :meth:`answer` waits for them."""
         self._jobs.append(self._pool.map_async(self._states, [*texts, list(_PROBE)], chunksize=1))
         return self._jobs[-1]
 
     @torch.no_grad()
-    def filled(self, batch: Batch, asked: AsyncResult[Any]) -> Batch:
-        """Return the batch with ``hidden`` [B, T, s * d], 0 in the padding.
+    def answer(self, asked: AsyncResult[Any]) -> list[Tensor]:
+        """Return the states [n, taps * d] of each text.
 
         Raises:
-            RunError: if the server did not give it, or is another one by now.
+            RunError: if the server did not give them, or is another one by now.
         """
         *found, probe = self._wait(asked)
         if self._places(probe) != self._at:
             raise self._other("its layers have another order than before")
-        parts = [at_taps(states, self._at, self._taps, self._base) for states in found]
-        hidden = parts[0].new_zeros(*batch["input_ids"].shape, parts[0].shape[1])
-        for place, states in zip(_places_of(batch), parts, strict=True):
+        answers = []
+        for states in found:
+            parts = states.to(self._norm_weight.device)[:, self._at].unbind(1)
+            pairs = zip(self._taps, parts, strict=True)
+            answers.append(torch.cat([self._norm(x) if t == FINAL else x for t, x in pairs], -1))
+        return answers
+
+    def of(self, documents: Sequence[Encoded]) -> Iterator[Tensor]:
+        """Yield the states [n, taps * d] of each document, a few of which are held at one time."""
+        for first in range(0, len(documents), AT_ONCE):
+            some = documents[first : first + AT_ONCE]
+            yield from self.answer(self.ask(each.input_ids.tolist() for each in some))
+
+    def filled(self, batch: Batch, asked: AsyncResult[Any] | None = None) -> Batch:
+        """Return the batch with ``hidden`` [B, T, taps * d], 0 in the padding.
+
+        Args:
+            batch: as ``pack.collate`` lays it out.
+            asked: what its texts have been asked for with.
+        """
+        answers = self.answer(asked or self.ask(texts_of(batch)))
+        hidden = answers[0].new_zeros(*batch["input_ids"].shape, answers[0].shape[1])
+        for place, states in zip(_places_of(batch), answers, strict=True):
             hidden[place] = states
         return {**batch, "hidden": hidden}
 
@@ -138,7 +162,7 @@ class StatesServer:
     def _other(self, problem: str) -> RunError:
         return RunError(
             f"{self._name} does not serve the hidden states that this run needs: {problem};"
-            " scripts/engine_features.py --serve starts a server that does"
+            " scripts/engine_features.py starts a server that does"
         )
 
     @torch.no_grad()
@@ -154,7 +178,7 @@ class StatesServer:
         """Return which of the server's states [n, s, d] each tap is made of."""
         if probe.shape[2] != self._own.shape[2]:
             raise self._other(f"{probe.shape[2]} numbers a state, expected {self._own.shape[2]}")
-        exact = torch.float32 == probe.dtype == self._base.dtype
+        limit = _ALIKE if probe.dtype == torch.float32 else _ALIKE_ROUNDED
         apart = torch.cdist(
             probe.float(), self._own, compute_mode="donot_use_mm_for_euclid_dist"
         )  # [n, s, layers]
@@ -164,7 +188,7 @@ class StatesServer:
             at = int(apart[:, layer - 1].argmin())
             distance = float(apart[at, layer - 1])
             # the states of neighbouring layers may be alike
-            if not distance <= min(_ALIKE if exact else _ALIKE_ROUNDED, float(apart[at].min())):
+            if not distance <= min(limit, float(apart[at].min())):
                 raise self._other(f"those behind layer {layer} are {distance:.2g} away from them")
             found.append(at)
         return found
@@ -212,11 +236,10 @@ class StatesServer:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
                 lock.unlink(missing_ok=True)
-        dtype = str(states.dtype).removeprefix("torch.")
         if tokens != ids or states.ndim != 3 or len(states) != len(ids):
             raise self._other(f"{path} held {list(states.shape)} for a text of {len(ids)} tokens")
-        if dtype != (self.kind or dtype):
-            raise self._other(f"{dtype}, expected {self.kind} as before")
+        if states.dtype != self._norm_weight.dtype:
+            raise self._other(f"{states.dtype}, expected {self._norm_weight.dtype} (model.dtype)")
         if not bool(states.isfinite().all()):
             raise RunError(f"{self._name}: hidden states are not finite")
         return states
@@ -228,6 +251,11 @@ def _close(client: Client, pool: ThreadPool, jobs: Iterable[AsyncResult[Any]]) -
     pool.close()
     for job in jobs:
         job.wait(10.0)  # no longer for a server that hangs
+
+
+def texts_of(batch: Batch) -> list[list[int]]:
+    """Return the texts of a batch as token ids, row by row."""
+    return [batch["input_ids"][place].tolist() for place in _places_of(batch)]
 
 
 def _places_of(batch: Batch) -> Iterator[tuple[int, Tensor]]:
@@ -260,7 +288,8 @@ class ServedBatches:
         """
         while len(self._ahead) <= AHEAD:
             batch = next(self.batches)
-            self._ahead.append((batch, self.batches.state_dict(), self.server.ask(batch)))
+            asked = self.server.ask(texts_of(batch))
+            self._ahead.append((batch, self.batches.state_dict(), asked))
         batch, place, asked = self._ahead[0]
         filled = self.server.filled(batch, asked)
         self._ahead.popleft()
@@ -268,17 +297,11 @@ class ServedBatches:
         return filled
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data, and the dtype of the states; plain JSON."""
-        return {**self._place, "states": self.server.kind}
+        """Return the place in the data; plain JSON, the same as without a server."""
+        return self._place
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place.
-
-        Raises:
-            RunError: if the states were of another dtype then.
-        """
-        if state["states"] != self.server.kind:
-            raise self.server._other(f"{self.server.kind}, expected {state['states']} as before")
+        """Go to a saved place."""
         self._ahead.clear()
         self.batches.load_state_dict(state)
         self._place = self.batches.state_dict()

@@ -11,8 +11,7 @@ token, without padding. Packed documents do not see each other, so the numbers o
 on its own tokens alone and serve any order, row length and mask of labels. Shards are written whole
 or not at all, so an interrupted run goes on where it was. They are read mapped into memory.
 
-Hidden states may also come from an engine that ran the base elsewhere: :class:`EngineStates`, or,
-stored nowhere, :mod:`specheads.data.served`.
+Hidden states may also come from a server that runs the base: :mod:`specheads.data.served`.
 
 Shapes: B T batch, n tokens of one document, d hidden size, k stored tokens, V vocabulary.
 """
@@ -25,9 +24,8 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +47,16 @@ from specheads.models.base import input_device
 from specheads.models.forward import undisturbed
 from specheads.models.manifest import one_line
 from specheads.models.names import base_digest
-from specheads.models.output import FINAL, OutputLayer, final_norm, layers_behind, packed_taps
+from specheads.models.output import FINAL, OutputLayer, packed_taps
 from specheads.system.errors import refuse
 from specheads.system.files import locked, whole_file
 
 Corpus = Sequence[Encoded]
 INDEX = "index.json"
-ENGINE = "engine.json"  # says what an engine's hidden states are of that lie beside it
 # of the numbers in one shard, which is held in memory while it fills; one document may have more
 SHARD_BYTES = 256 << 20
 _FREE_MARGIN = 1 << 20  # bytes that a file system needs beside the files themselves
 _DAMAGED = "is damaged; delete it, and the next run writes it again"
-_BY_ENGINE = "is damaged; let the engine write it again"
 # kind -> the setting that names the folder, the files' name, what makes it smaller, here and there
 _KINDS = {
     "features": ("features.dir", "features", "features.dtype", "dtype"),
@@ -311,113 +307,6 @@ def _documents_digest(documents: Corpus) -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class EngineStates:
-    """Hidden states that an engine wrote, from which a feature cache is made.
-
-    vLLM's ``ExampleHiddenStatesConnector`` writes a safetensors file for each text: ``token_ids``
-    [n] and ``hidden_states`` [n, layers, d], what the base's layers put out before the final norm.
-
-    Attributes:
-        folder: holds ``engine.json`` and, in ``states``, the files.
-        computation: the engine, its version and its dtype.
-        layers: of each of the states the number of layers behind which it is, from 1 on.
-    """
-
-    folder: Path
-    computation: str
-    layers: tuple[int, ...]
-
-    @cached_property
-    def files(self) -> dict[str, Path]:
-        """The files by digest of their token ids; looked at when a cache is written from them."""
-        found = {}
-        for file in sorted((self.folder / "states").glob("*.safetensors")):
-            with one_line(f"{file} {_BY_ENGINE}"), safe_open(file, framework="pt") as opened:
-                found[ids_digest(opened.get_tensor("token_ids").numpy())] = file
-        return found
-
-    @staticmethod
-    def found(folder: Path, base_model: str) -> EngineStates | None:
-        """Return what lies in the folder of a feature cache, or None.
-
-        Args:
-            folder: the cache's folder.
-            base_model: digest of the base model, see :func:`computed_by`.
-
-        Raises:
-            ConfigError: if it is of another base model, or damaged.
-        """
-        path = folder / ENGINE
-        if not path.is_file():
-            return None
-        with one_line(f"{path} {_BY_ENGINE}"):
-            about = json.loads(path.read_text(encoding="utf-8"))
-            computation, digest = str(about["computation"]), str(about["base model"])
-            layers = tuple(int(each) for each in about["layers"])
-        if digest != base_model:
-            raise ConfigError(
-                f"{path}: hidden states of the base model {digest:.80}, this run's is"
-                f" {base_model:.80}; name another features.dir, or write them of this base"
-            )
-        return EngineStates(folder, computation, layers)
-
-    def of(self, document: Encoded, taps: Sequence[str], base: PreTrainedModel) -> Tensor:
-        """Return the hidden states [n, taps * d] of a document.
-
-        Args:
-            document: what was read, token by token.
-            taps: which hidden states, see :func:`specheads.models.output.capture_hidden`.
-            base: its final norm makes the final states of the last layer's.
-
-        Raises:
-            ConfigError: if they are not there, or are none of this base.
-        """
-        file = self.files.get(ids_digest(document.input_ids))
-        again = "; run scripts/engine_features.py again with this run's settings"
-        if file is None:
-            tokens = f"{len(document.input_ids)} tokens of record {document.id}"
-            raise ConfigError(f"{self.folder}: no file holds the states of the {tokens}{again}")
-        behind = layers_behind(base, taps)
-        if missing := set(behind) - set(self.layers):
-            raise ConfigError(
-                f"{self.folder / ENGINE}: the states behind layer {min(missing)} are not among"
-                f" those behind {list(self.layers)}{again}"
-            )
-        with one_line(f"{file} {_BY_ENGINE}"), safe_open(file, framework="pt") as opened:
-            states = opened.get_tensor("hidden_states")  # [n, layers, d]
-        size = base.config.get_text_config().hidden_size
-        shape = (len(document.input_ids), len(self.layers), size)
-        if tuple(states.shape) != shape:
-            found = f"hidden_states is {list(states.shape)}, expected {list(shape)}"
-            raise ConfigError(f"{file} {_BY_ENGINE}: {found}")
-        return at_taps(states, [self.layers.index(place) for place in behind], taps, base)
-
-
-def at_taps(
-    states: Tensor, places: Sequence[int], taps: Sequence[str], base: PreTrainedModel
-) -> Tensor:
-    """Return what heads read, [n, taps * d], of what an engine's layers put out.
-
-    Args:
-        states: [n, layers, d].
-        places: of each tap which of the layers it is.
-        taps: which hidden states, see :func:`specheads.models.output.capture_hidden`.
-        base: its final norm makes the final states of the last layer's.
-    """
-    norm = final_norm(base)
-    weight = next(norm.parameters())
-    states = states.to(weight.device, weight.dtype)
-    parts = [states[:, place] for place in places]
-    parts = [norm(x) if tap == FINAL else x for tap, x in zip(taps, parts, strict=True)]
-    return torch.cat(parts, dim=-1)
-
-
-def ids_digest(ids: Any) -> str:
-    """Return a digest of token ids [n]."""
-    return hashlib.sha256(np.ascontiguousarray(ids, dtype=np.int32).data).hexdigest()
-
-
 @torch.no_grad()
 def write_cache(
     plan: Plan,
@@ -425,7 +314,7 @@ def write_cache(
     base: PreTrainedModel | None,
     shape: tuple[int, int],
     *,
-    engine: EngineStates | None = None,
+    served: Callable[[Corpus], Iterable[Tensor]] | None = None,
     output: OutputLayer | None = None,
     autocast: bool = False,
     tell: Callable[[float], object] = lambda share: None,
@@ -441,7 +330,7 @@ def write_cache(
             teacher what the records bring along.
         shape: rows per pass, and tokens per row as in training, so that the numbers are those of
             training.
-        engine: takes for a feature cache what an engine wrote.
+        served: gives the hidden states [n, taps * d] of documents in the base's place.
         output: the base's output layer; only a stored teacher needs it.
         autocast: run under bfloat16 autocast, as in training.
         tell: told at the start, and after every document which share is done.
@@ -477,9 +366,8 @@ def write_cache(
                 numbers: Iterator[tuple[int, dict[str, Tensor]]]
                 if base is None:
                     numbers = enumerate(_told(document, plan) for document in inside)
-                elif engine is not None:
-                    states = (engine.of(document, plan.taps, base) for document in inside)
-                    numbers = enumerate(_quantised(each, plan) for each in states)
+                elif served is not None:
+                    numbers = enumerate(_quantised(each, plan) for each in served(inside))
                 else:
                     numbers = _computed(inside, base, shape, plan, output, autocast)
                 for i, found in numbers:

@@ -52,13 +52,12 @@ class Log(Protocol):
 def cached_features(
     cfg: TrainConfig, base: PreTrainedModel, data: Data, log: Log | None, taps: Sequence[str]
 ) -> tuple[Batches, list[Batch], list[str]]:
-    """Return batches and held-out rows with the base's hidden states, if they come from elsewhere.
+    """Return batches and held-out rows, with the base's hidden states where settings ask for them.
 
-    With ``features.endpoint`` a server gives them. With ``features.dir`` what is missing in the
-    cache is written: by the base, or from what an engine wrote into the folder
-    (``scripts/engine_features.py``). A dry run, or one without log, writes and asks nothing: its
-    batches have zeros. With the states at ``taps`` lie the final ones, which are what the base's
-    own tokens come from.
+    With ``features.dir`` what is missing in the cache is written: by the base, or, with
+    ``features.endpoint``, by a server. With a server alone nothing is stored. A dry run, or one
+    without log, writes and asks nothing: its batches have zeros. With the states at ``taps`` lie
+    the final ones, which are what the base's own tokens come from.
 
     Returns:
         Batches, held-out rows, and lines for a dry run.
@@ -69,30 +68,27 @@ def cached_features(
         RunError: if the disk fills up; what is finished stays, and the next run goes on there. If
             a server does not give what is needed.
     """
-    batches, heldout = data.train, data.heldout
-    if cfg.features.endpoint:
-        return _served(cfg, base, data, log, with_final(taps))
+    batches, heldout, url = data.train, data.heldout, cfg.features.endpoint
+    stored = with_final(taps)
     if not cfg.features.dir:
-        return batches, heldout, []
+        return _served(cfg, base, data, log, stored) if url else (batches, heldout, [])
     if not isinstance(batches, PackedBatches):
         raise ConfigError("features.dir needs rows of one length; leave data.growth out")
     autocast, folder = cfg.autocast == "bfloat16", Path(cfg.features.dir).expanduser()
     sample = _sample(base, autocast=autocast)
     made_of = teacher_cache.computed_by(cfg.model, cfg.autocast)
-    engine = teacher_cache.EngineStates.found(folder, made_of["base model"])
-    if engine is not None:
-        made_of["computation"] = engine.computation
+    if url:
+        made_of["computation"] = f"served, {cfg.model.dtype}"
     numbers: dict[str, Any] = {"hidden_size": sample.shape[-1], "given_as": sample.dtype}
     of_rows = [document for batch in heldout for row in batch["documents"] for document in row]
     places = [(folder, batches.documents), *([(folder / "heldout", of_rows)] if of_rows else [])]
-    stored = with_final(taps)
     numbers |= {"dtype": cfg.features.dtype, "taps": stored}
     plans = [teacher_cache.plan_features(*place, made_of, **numbers) for place in places]
     more = f", held-out rows {teacher_cache.readable(plans[1].num_bytes)}" if of_rows else ""
     said = f"{plans[0].describe()}{more}; {teacher_cache.still_missing(*plans)}"
     if cfg.dry_run or log is None:
         passes = batches.rows_per_epoch / cfg.data.rows
-        seconds = 0.0 if engine else passes * seconds_per_pass(base, batches)
+        seconds = 0.0 if url else passes * seconds_per_pass(base, batches)
         filling = f"time to fill it: {clock(seconds)}"
         zeros = torch.zeros(len(stored) * sample.shape[-1], dtype=base.dtype)
         return with_numbers(batches, hidden=zeros), heldout, [said, filling]
@@ -100,9 +96,10 @@ def cached_features(
     caches = []
     shape = batches.rows, batches.seq_len
     for plan, (_, documents) in zip(plans, places, strict=True):
+        served = _server(cfg, base, plan.taps, log).of if url and plan.missing() else None
         tell = partial(log.doing, "storing hidden states")
         teacher_cache.write_cache(
-            plan, documents, base, shape, engine=engine, autocast=autocast, tell=tell
+            plan, documents, base, shape, served=served, autocast=autocast, tell=tell
         )
         caches.append(teacher_cache.TeacherCache(plan))
     count, filled = itertools.count(), []
@@ -112,22 +109,26 @@ def cached_features(
     return teacher_cache.cached_batches(batches, caches[0]), filled, []
 
 
+def _server(cfg: TrainConfig, base: PreTrainedModel, taps: Sequence[str], log: Log) -> StatesServer:
+    digest = teacher_cache.computed_by(cfg.model, cfg.autocast)["base model"]
+    given = cfg.features.endpoint, base, digest, taps
+    return StatesServer(*given, patience=cfg.dist_timeout, say=log.say)
+
+
 def _served(
     cfg: TrainConfig, base: PreTrainedModel, data: Data, log: Log | None, taps: Sequence[str]
 ) -> tuple[Batches, list[Batch], list[str]]:
-    url = cfg.features.endpoint
+    """Return what :func:`cached_features` does, of a server and without a folder."""
+    said = f"hidden states: from {cfg.features.endpoint}, {AHEAD} micro-batches ahead"
     if cfg.dry_run or log is None:
         width = len(taps) * base.config.get_text_config().hidden_size
-        zeros = with_numbers(data.train, hidden=torch.zeros(width, dtype=base.dtype))
-        return zeros, data.heldout, [f"hidden states: from {url}, nothing is stored"]
-    digest = teacher_cache.computed_by(cfg.model, cfg.autocast)["base model"]
-    patience = cfg.dist_timeout
-    server = StatesServer(url, base, digest, taps, patience=patience, say=log.say)
-    log.say(f"hidden states: {server.kind}, from {url}, {AHEAD} micro-batches ahead")
-    log.doing("asking for the held-out rows' hidden states")
-    # rank 0 alone measures on them
-    rows = data.heldout if dist.is_main() else []
-    heldout = [server.filled(batch, server.ask(batch)) for batch in rows]
+        zeros = torch.zeros(width, dtype=base.dtype)
+        return with_numbers(data.train, hidden=zeros), data.heldout, [said]
+    log.say(said)
+    server = _server(cfg, base, taps, log)
+    heldout = [
+        server.filled(each) for each in data.heldout if dist.is_main()
+    ]  # others measure none
     return ServedBatches(data.train, server), heldout, []
 
 

@@ -17,7 +17,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from specheads.config import (
@@ -33,7 +32,6 @@ from specheads.data import teacher_cache
 from specheads.data.chat import Encoded
 from specheads.data.pack import PackedBatches, one_pass
 from specheads.data.teacher_cache import (
-    EngineStates,
     Plan,
     TeacherCache,
     cached_batches,
@@ -48,7 +46,6 @@ from specheads.models.heads import MedusaHeads
 from specheads.models.output import (
     FINAL,
     TRUNK,
-    layers_of,
     output_layer,
     packed_hidden,
     packed_taps,
@@ -620,142 +617,3 @@ def test_a_run_plans_writes_and_reuses_its_cache(
         cached_features(other, *given)
     with pytest.raises(ConfigError, match="data.growth"):
         cached_features(cfg, tiny_llama, SimpleNamespace(train=object(), heldout=[]), *given[2:])
-
-
-def _engine_writes(
-    folder: Path, documents: list[Encoded], model: PreTrainedModel, layers: list[int]
-) -> Path:
-    """Write hidden states as vLLM's connector does, with transformers; return engine.json."""
-    (folder / "states").mkdir(parents=True, exist_ok=True)
-    raw: list[torch.Tensor] = []
-    hook = layers_of(model)[-1].register_forward_hook(
-        lambda _module, _args, output: raw.append(output[0] if type(output) is tuple else output)
-    )
-    for number, document in enumerate(documents):
-        ids = torch.from_numpy(document.input_ids).long()
-        with torch.no_grad():
-            found = model(ids[None], output_hidden_states=True).hidden_states
-        states = [*found[:-1], raw.pop()]  # transformers gives the last one behind the norm
-        tensors = {
-            "token_ids": ids,
-            "hidden_states": torch.stack([states[k][0] for k in layers], 1).contiguous(),
-        }
-        save_file(tensors, folder / "states" / f"{number}.safetensors")
-    hook.remove()
-    about = {"base model": "ab" * 32, "computation": "vLLM 0, float32", "layers": layers}
-    path = folder / teacher_cache.ENGINE
-    path.write_text(json.dumps(about))
-    return path
-
-
-TAPS = ("layer.0", TRUNK, FINAL)
-
-
-@pytest.fixture
-def deep(make_tiny_llama: Callable[..., PreTrainedModel]) -> PreTrainedModel:
-    """Return a base of three layers, so that each of ``TAPS`` is behind another."""
-    return make_tiny_llama(seed=5, num_hidden_layers=3)
-
-
-def test_states_of_an_engine_are_those_of_the_base(deep: PreTrainedModel, tmp_path: Path) -> None:
-    """Counted from another layer, or taken before the norm, heads learn from other states.
-
-    The order of the files and of the layers in them says nothing.
-    """
-    documents = _documents()
-    ours = _write(_plan(tmp_path / "own", documents, deep, taps=TAPS), documents, deep)
-    folder = tmp_path / "engine"
-    _engine_writes(folder, documents[::-1], deep, [3, 1, 2])
-    engine = EngineStates.found(folder, "ab" * 32)
-    assert engine is not None
-    plan = _plan(folder, documents, deep, taps=TAPS, computed=engine.computation)
-    theirs = _write(plan, documents, deep, engine=engine)
-    for number in range(len(documents)):
-        found, expected = (cache[number]["hidden"] for cache in (theirs, ours))
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
-    mine, other = (
-        _losses(deep, cached_batches(_batches(documents), _final(cache)), 6, cached=True)
-        for cache in (theirs, ours)
-    )
-    assert mine == pytest.approx(other, abs=1e-4)
-    # the store is whole: the engine's files are needed no more
-    shutil.rmtree(folder / "states")
-    again = EngineStates.found(folder, "ab" * 32)
-    assert again is not None and not again.files
-    assert not _plan(folder, documents, deep, taps=TAPS, computed=again.computation).missing()
-
-
-def _final(cache: TeacherCache) -> TeacherCache:
-    return TeacherCache(dataclasses.replace(cache.plan, asked=(FINAL,)))
-
-
-def _cut(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["hidden_states"] = tensors["hidden_states"][1:].contiguous()
-
-
-def _unnamed(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["tokens"] = tensors.pop("token_ids")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"), [(_cut, "hidden_states is"), (_unnamed, "is damaged")]
-)
-def test_an_engines_damaged_file_is_named(
-    damage: Callable[[dict[str, torch.Tensor]], None],
-    message: str,
-    deep: PreTrainedModel,
-    tmp_path: Path,
-) -> None:
-    """States of a part of a text would stand beside the wrong tokens."""
-    documents = _documents(3)
-    _engine_writes(tmp_path, documents, deep, [1, 2, 3])
-    file = tmp_path / "states" / "1.safetensors"
-    tensors = load_file(file)
-    damage(tensors)
-    save_file(tensors, file)
-    with pytest.raises(ConfigError, match=rf"(?s)1\.safetensors.*{message}"):
-        engine = EngineStates.found(tmp_path, "ab" * 32)
-        assert engine is not None
-        engine.of(documents[1], TAPS, deep)
-
-
-def test_an_engines_states_of_something_else_are_refused(
-    deep: PreTrainedModel, tmp_path: Path
-) -> None:
-    """Heads would learn another base, another tokenizer's texts, or another layer."""
-    documents = _documents(3)
-    about = _engine_writes(tmp_path, documents[:2], deep, [1, 3])
-    assert EngineStates.found(tmp_path / "elsewhere", "ab" * 32) is None
-    with pytest.raises(ConfigError, match="of the base model abab"):
-        EngineStates.found(tmp_path, "cd" * 32)
-    engine = EngineStates.found(tmp_path, "ab" * 32)
-    assert engine is not None
-    with pytest.raises(ConfigError, match="tokens of record d2; run scripts/engine_features"):
-        engine.of(documents[2], (FINAL,), deep)
-    with pytest.raises(ConfigError, match=r"behind layer 2 are not among those behind \[1, 3\]"):
-        engine.of(documents[0], TAPS, deep)
-    about.write_text('{"layers": [1]}')
-    with pytest.raises(ConfigError, match="engine.json is damaged; .*: there is no 'computation'"):
-        EngineStates.found(tmp_path, "ab" * 32)
-
-
-def test_a_run_takes_what_an_engine_wrote(
-    tiny_model_dir: Path, tiny_llama: PreTrainedModel, tmp_path: Path
-) -> None:
-    """A run that computes the states again asks for the machine that the engine was there for."""
-    documents = _documents(12)
-    heldout = one_pass(_documents(4, seed=1), seq_len=SEQ_LEN, rows=2, pad_token_id=PAD)
-    held = [each for batch in heldout for row in batch["documents"] for each in row]
-    cfg = _config(tiny_model_dir, tmp_path / "f")
-    about = _engine_writes(tmp_path / "f", [*documents, *held], tiny_llama, [2])
-    digest = teacher_cache.computed_by(cfg.model, cfg.autocast)["base model"]
-    about.write_text(json.dumps({**json.loads(about.read_text()), "base model": digest}))
-    data: Any = SimpleNamespace(train=_batches(documents), heldout=heldout)
-    log: Any = SimpleNamespace(say=lambda text: None, doing=lambda what, share: None)
-    with patch.object(teacher_cache, "_computed", side_effect=AssertionError):
-        batches, rows, _ = cached_features(cfg, tiny_llama, data, log, [FINAL])
-    for batch in (next(batches), *rows):
-        with torch.no_grad():
-            online = packed_hidden(tiny_llama, batch["input_ids"], batch["position_ids"])
-        real = batch["segment_ids"] > 0
-        torch.testing.assert_close(batch["hidden"][real], online[real], atol=2e-5, rtol=0)

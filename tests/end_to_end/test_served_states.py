@@ -97,6 +97,23 @@ def test_served_states_train_the_same_heads(
     assert 0 < server.most_files <= served.AT_ONCE
 
 
+def test_a_server_fills_a_cache(
+    tmp_path: Path, server: StatesServer, train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A cache of other texts' states; a complete one that asks for the server once more."""
+    words = f"features.dir={tmp_path / 'cache'}", f"features.endpoint={server.url}"
+    assert train("base", "features.dir=") == 0
+    assert train("served", *words) == 0
+    expected, found = (_losses(tmp_path / name) for name in ("base", "served"))
+    assert found and found == pytest.approx(expected, rel=1e-6)
+    asked = server.asked
+    assert train("again", *words) == 0
+    assert _losses(tmp_path / "again") == found and server.asked == asked
+    assert train("other", words[0]) == 2
+    assert "was made with another computation" in capsys.readouterr().err
+
+
 def test_no_more_is_asked_for_than_is_soon_needed(
     server: StatesServer, train: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +244,7 @@ def test_another_server_is_refused(
     server.fails = lambda number: 0
     assert train("run", url, *LONG, "max_steps=4") == 0
     server.dtype = torch.bfloat16
-    assert "bfloat16, expected float32 as before" in refused("resume=auto")
+    assert "bfloat16, expected torch.float32 (model.dtype)" in refused("resume=auto")
     server.dtype = torch.float32
     assert "features.endpoint was True, is False" in refused(
         "features.endpoint=", "features.dir=", "resume=auto"
@@ -262,7 +279,6 @@ def test_no_other_file_is_deleted(
     ("words", "message"),
     [
         (("features.endpoint=localhost:8000",), "features.endpoint must be like http://"),
-        (("features.endpoint=http://h/v1", "features.dir=x"), "left out with features.dir"),
         (("features.endpoint=http://h/v1", "+recipe=medusa2"), "of a frozen base"),
         (("features.endpoint=http://h/v1", "+recipe=distill"), "keeps hidden states for heads"),
     ],
