@@ -245,9 +245,17 @@ def measure(base: str, given: Settings) -> dict[str, Any]:
         server.files = server.bytes = 0
         url = f"features.endpoint={server.root}/v1"
         seconds["served"] = done(whole, base, given, url)
-        served = {"most_files": server.files, "most_bytes": server.bytes, "left": server.left()}
+        served = {
+            "most_files": server.files,
+            "most_bytes": server.bytes,
+            "left": len(server.left()),
+        }
         kills = hurt(killed, base, given, server)
-        served["left_after_kills"] = server.left()
+        served["left_after_kills"] = len(server.left())
+        server.kill()
+        server.start()
+        server.wait()
+        served["left_after_a_new_start"] = len(server.left())
     weights = [
         {path.name: in_order(path) for path in sorted((run / "export").glob("*.safetensors"))}
         for run in (whole, killed)
@@ -273,9 +281,14 @@ def main() -> None:
     for base in given.bases:
         rows.append(measure(base, given))
         print(harness.describe(rows[-1]), flush=True)
-    harness.write(given.out, harness.report(given, rows=rows))
-    good = [row["weights_equal"] and row["losses_equal"] and not row["left"] for row in rows]
-    raise SystemExit(not all(good))
+        harness.write(given.out, harness.report(given, rows=rows))
+    lost = [
+        row["base"]
+        for row in rows
+        if row["left"] or row["left_after_a_new_start"]
+        or not (row["weights_equal"] and row["losses_equal"])
+    ]  # fmt: skip
+    raise SystemExit(bool(lost))
 
 
 if __name__ == "__main__":

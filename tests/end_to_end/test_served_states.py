@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -186,6 +188,23 @@ def test_a_server_that_stays_away_ends_the_run_with_all_it_has(
         for name in ("whole", "hurt")
     )
     assert found == expected
+
+
+def test_a_run_that_waits_can_be_stopped(
+    server: StatesServer, train: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A preempted machine gives half a minute, and the server may be away for longer."""
+
+    def fails(number: int) -> int:
+        if number == 40:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 503 if number > 30 else 0
+
+    server.fails = fails
+    words = f"features.endpoint={server.url}", *LONG, "checkpoint.every=100"
+    assert train("run", *words) == 75
+    error = capsys.readouterr().err
+    assert "HTTP 503" in error and "; SIGTERM; step" in error and not _threads()
 
 
 def test_a_killed_trainer_goes_on_where_it_was(
