@@ -58,7 +58,7 @@ class Settings:
         out: write the JSON there
     """
 
-    bases: tuple[Literal["tinycode", "smollm2"], ...] = ("tinycode", "smollm2")
+    bases: tuple[Literal["tinycode", "smollm2"], ...] = ("tinycode",)
     steps: int = 30
     kills: int = 2
     pause: float = 5.0
