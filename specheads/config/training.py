@@ -148,7 +148,7 @@ class LossConfig(Section):
     lambda_end: float = at_least(0, 0.1)  # step: what lambda_0 is then
     # tokens whose logits exist at one time; 0: by the vocabulary
     chunk_size: int = at_least(0, 0)
-    implementation: str = one_of("fused", "torch", "liger", "naive")  # fused: ours
+    implementation: str = one_of("fused", "naive")  # naive: the reference, with all logits
 
     def __post_init__(self) -> None:
         super().__post_init__()

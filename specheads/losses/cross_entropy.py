@@ -5,13 +5,11 @@ Shapes: N rows (tokens of all heads, one after the other), d hidden size, V voca
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specheads.losses.fused import IGNORE, Output, compute_dtype, fused_loss, rank_of, rows_at_once
+from specheads.losses.fused import IGNORE, Output, fused_loss, rank_of, rows_at_once
 from specheads.system.errors import check, one_of
 
 
@@ -78,8 +76,7 @@ def linear_cross_entropy(
             to it.
         chunk_size: rows whose logits exist at one time; 0 takes as many as run fastest, about
             32 MB of logits on a CPU and at least 1024 rows elsewhere.
-        implementation: ``fused``; ``naive``, the reference that holds all logits; ``torch``,
-            PyTorch's function of the same name (2.13); ``liger``, from liger-kernel (GPU).
+        implementation: ``fused``; or ``naive``, the reference that holds all logits.
 
     Returns:
         The loss, a differentiable scalar, and float32 statistics [G, 3]: sum of cross entropies,
@@ -87,20 +84,14 @@ def linear_cross_entropy(
         lowest id, a tie for the fifth is a hit.
 
     Raises:
-        ValueError: for shapes that do not fit, or an implementation that cannot serve.
+        ValueError: for shapes that do not fit, or an unknown implementation.
     """
-    check_implementation(implementation, output.softcap)
+    one_of("implementation", implementation, "fused", "naive")
     row_weight = row_weight.detach()
     if implementation == "naive":
         return _naive(hidden, output, labels, row_weight)
     rows = labels, row_weight, cross_entropy_rows
-    chunk_size = chunk_size or rows_at_once(output.weight)
-    if implementation == "fused":
-        return fused_loss(hidden, output, *rows, chunk_size=chunk_size)
-    with torch.no_grad():  # neither library counts hits: one more pass over the logits does
-        _, stats = fused_loss(hidden, output, *rows, chunk_size=chunk_size)
-    flat = labels.flatten(), row_weight.flatten()
-    return _of_library(implementation, hidden, output, *flat, chunk_size), stats
+    return fused_loss(hidden, output, *rows, chunk_size=chunk_size or rows_at_once(output.weight))
 
 
 def cross_entropy_rows(
@@ -116,23 +107,6 @@ def cross_entropy_rows(
         z.mul_(factor / mass)
         z.scatter_(1, label, z.gather(1, label) - factor)
     return ce, hits
-
-
-def check_implementation(implementation: str, softcap: float | None = None) -> None:
-    """Refuse an implementation that is unknown, not installed, or cannot do ``softcap``.
-
-    Raises:
-        ValueError: with the reason, in one line.
-    """
-    one_of("implementation", implementation, "fused", "naive", "torch", "liger")
-    if implementation == "torch" and not hasattr(F, "linear_cross_entropy"):
-        raise ValueError(
-            f"implementation 'torch' needs torch 2.13 or newer, this is {torch.__version__}"
-        )
-    if implementation == "torch" and softcap is not None:
-        raise ValueError(f"implementation 'torch' knows no softcap, the model has {softcap}")
-    if implementation == "liger" and importlib.util.find_spec("liger_kernel") is None:
-        raise ValueError("implementation 'liger' needs the package liger-kernel (and a GPU)")
 
 
 def _naive(
@@ -156,36 +130,3 @@ def _naive(
         num_groups = 1 if labels.dim() == 1 else labels.shape[0]
         stats = columns.reshape(num_groups, flat.numel() // num_groups, 3).sum(1)
     return loss, stats
-
-
-def _of_library(
-    implementation: str,
-    hidden: Tensor,
-    output: Output,
-    labels: Tensor,
-    row_weight: Tensor,
-    chunk_size: int,
-) -> Tensor:
-    """Return PyTorch's chunked loss, or Liger's fused one."""
-    compute = compute_dtype(output.weight)
-    hidden, weight = (hidden * output.scale).to(compute), output.weight.to(compute)
-    bias = None if output.bias is None else (output.bias * output.scale).to(compute)
-    if not len(labels):  # torch 2.13 divides by the number of rows
-        return F.linear(hidden, weight, bias).sum()
-    if implementation == "torch":  # its backward forms the logits again: 4 products, not 3
-        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_size)
-        ce = F.linear_cross_entropy(
-            hidden, weight, labels,
-            linear_bias=bias, ignore_index=IGNORE, reduction="none", options=options,
-        )  # fmt: skip
-        return (ce * row_weight).sum()
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    sum_ce = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=IGNORE, reduction="sum", softcap=output.softcap
-    )
-    loss = row_weight.new_zeros(())
-    for value in row_weight[labels != IGNORE].unique():  # it sums with equal weights alone
-        chosen = torch.where(row_weight == value, labels, IGNORE)
-        loss = loss + value * sum_ce(weight, hidden, chosen, bias)
-    return loss

@@ -95,7 +95,6 @@ PACKAGES = (
     Package("fastapi", "fastapi", "specheads serve"),
     Package("uvicorn", "uvicorn", "specheads serve"),
     Package("prometheus_client", "prometheus-client", "specheads serve"),
-    Package("liger_kernel", "liger-kernel", "loss.implementation=liger", needs_gpu=True),
     Package("flash_attn", "flash-attn", "model.attn=flash_attention_2", needs_gpu=True),
     Package("lm_eval", "lm-eval", "lm-evaluation-harness through our decoder", quick=False),
     Package("vllm", "vllm", "specheads.vllm_proposer in vLLM", needs_gpu=True, quick=False),

@@ -18,14 +18,13 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specheads.config import ConfigError, HeadsConfig, LossConfig, TrainConfig
+from specheads.config import ConfigError, HeadsConfig, TrainConfig
 from specheads.data.chat import Documents, Encoder, encode_records, learned_counts, most_frequent
 from specheads.data.load import load_records, read_jsonl
 from specheads.data.pack import GrowingBatches, PackedBatches, check_isolation, one_pass
 from specheads.data.schema import Dropped, Record, Tally
 from specheads.data.stream import RecordStream, StreamedBatches
 from specheads.data.tokenizers import choose_tokenizer, complete_init
-from specheads.losses.cross_entropy import check_implementation
 from specheads.models import base as bases
 from specheads.models import draft as drafts
 from specheads.models import sharded
@@ -153,7 +152,7 @@ def load_base(
             model.name, revision=which, quantization=method, **how
         )
         with sharded.runnable(base):
-            output = checked_output(base, cfg.loss)
+            output = output_layer(base)
         disk = (
             f"model.device_map={model.device_map} puts the output matrix on disk, which heads and"
         )
@@ -210,14 +209,6 @@ def in_section(name: str) -> Iterator[None]:
         raise
     except ValueError as error:
         raise ConfigError(f"{name}.{error}") from None
-
-
-def checked_output(model: PreTrainedModel, loss: LossConfig) -> OutputLayer:
-    """Return the output layer of a model; the loss must be installed, and able to serve it."""
-    output = output_layer(model)
-    with in_section("loss"):
-        check_implementation(loss.implementation, output.softcap)
-    return output
 
 
 def load_data(
@@ -447,7 +438,7 @@ def new_base(
     base = bases.build_from_init(init, attn=cfg.model.attn)
     base.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
     bases.check_tokenizer(tokenizer, base)
-    output = checked_output(base, cfg.loss)
+    output = output_layer(base)
     if cfg.model.gradient_checkpointing:
         bases.checkpoint_layers(base)
     return base, output, tokenizer
@@ -550,7 +541,7 @@ def build_draft(
         how["trust_remote_code"] = cfg.model.trust_remote_code
         draft = drafts.load_draft(wanted.start, tokenizer=tokenizer, where="draft.start", **how)
     draft.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
-    checked_output(draft, cfg.loss)
+    output_layer(draft)
     context = bases.context_length(draft)
     if context is not None and cfg.data.seq_len > context:
         raise ConfigError(

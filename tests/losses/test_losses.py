@@ -13,15 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specheads.losses.cross_entropy import (
     IGNORE,
     Output,
-    check_implementation,
     count_valid,
     linear_cross_entropy,
     shift_labels,
 )
 
-AVAILABLE = ["fused", "naive"]
-if hasattr(F, "linear_cross_entropy"):
-    AVAILABLE.append("torch")
+IMPLEMENTATIONS = ("fused", "naive")
 
 
 class Watch(TorchDispatchMode):
@@ -94,10 +91,8 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(
-    ("implementation", "softcap"),
-    [(name, cap) for name in AVAILABLE for cap in (None, 4.0) if name != "torch" or cap is None],
-)
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_implementation_is_the_same_loss(
     implementation: str, biased: bool, softcap: float | None
 ) -> None:
@@ -292,7 +287,7 @@ def test_narrow_hidden_states_under_a_wide_matrix() -> None:
     assert distance(found["hidden"], expected["hidden"]) < 1e-2
 
 
-@pytest.mark.parametrize("implementation", AVAILABLE)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_rows", [0, 12])
 def test_no_valid_label_gives_zero_not_nan(num_rows: int, implementation: str) -> None:
     """A micro-batch of prompts alone divides zero by zero; the NaN then ends the run."""
@@ -370,7 +365,7 @@ def test_misuse_names_both_numbers() -> None:
         ({"row_weight": torch.ones(1)}, r"row_weight has shape \(1,\), labels \(5, 2\)"),
         ({"weight": p["weight"][:, :5]}, r"\(10, 24\) and weight \(130, 5\)"),
         ({"bias": torch.ones(1)}, "bias has shape"),
-        ({"implementation": "fast"}, "one of fused, naive, torch, liger, got 'fast'"),
+        ({"implementation": "fast"}, "one of fused, naive, got 'fast'"),
     ):
         with pytest.raises(ValueError, match=message):
             loss_of(**{**p, **change})
@@ -378,19 +373,6 @@ def test_misuse_names_both_numbers() -> None:
         shift_labels(torch.zeros(1, 4), torch.ones(1, 4), 0)
     with pytest.raises(ValueError, match="differ"):
         shift_labels(torch.zeros(1, 4), torch.ones(1, 5), 1)
-
-
-def test_implementations_that_cannot_serve_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Falling back to another implementation would make comparisons of them worthless."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="liger-kernel"):
-        check_implementation("liger")
-    monkeypatch.setattr(F, "linear_cross_entropy", None, raising=False)
-    with pytest.raises(ValueError, match="softcap, the model has 30"):
-        check_implementation("torch", 30.0)
-    monkeypatch.delattr(F, "linear_cross_entropy")
-    with pytest.raises(ValueError, match=r"torch 2\.13"):
-        check_implementation("torch")
 
 
 def test_labels_out_of_range_are_an_error() -> None:
