@@ -51,8 +51,7 @@ class DecodeConfig(Section):
     delta: float = at_least(0, 0.3)  # of lossy_typical, larger is stricter
     lenience: float = within("(0, 1]", 0.5)  # of lossy_lenient, 1 is exact
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         names = [] if self.drafter == "auto" else self.drafter.split("+")
         for name in names:
             errors.one_of("decode.drafter", name, "auto", *DRAFTERS)
@@ -93,8 +92,7 @@ class LoadSettings(Settings):
     dtype: str = "auto"  # auto: bfloat16 where the processor has it
     device: str = "auto"  # auto: a GPU if there is one; cpu, cuda, cuda:1, mps
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         self.dtype = dtype_name("dtype", self.dtype, "auto")
         check_device(self.device)
 
@@ -105,8 +103,7 @@ class SpreadSettings(LoadSettings):
 
     device_map: str = ""  # in place of device, spread the model: auto, balanced, sequential
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         expected = f"empty or one of {', '.join(DEVICE_MAPS)} (device= puts it on one device)"
         self.check(self.device_map in ("", *DEVICE_MAPS), "device_map", expected)
         alone = not self.device_map or self.device == "auto"
@@ -128,8 +125,7 @@ class TextSettings(SpreadSettings, DecodeSettings):
     dtype: str = "float32"
     color: str = one_of("auto", "always", "never")  # one per verify step; auto heeds NO_COLOR
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         self.check(self.repetition_penalty > 0, "repetition_penalty", "more than 0")
 
 
@@ -154,8 +150,7 @@ class GenerateConfig(TextSettings, JsonSettings):
     stop: list[str] = field(default_factory=list)  # stop="..." as often as there are strings
     plain: bool = False  # one token at a time, for comparison
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         self.check(not (self.prompt and self.prompts), "prompts", "left out with prompt")
         self.check(all(self.stop), "stop", "strings that are not empty")
 
@@ -208,8 +203,7 @@ class BenchConfig(MeasureSettings, DecodeSettings):
     report: str = ""  # all figures and plots as one .html without outside parts; needs matplotlib
     card: bool = False  # write the figures into the model card of the export that was measured
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         for name, suffix in (("steps", ".jsonl"), ("report", ".html")):
             given: str = getattr(self, name)
             self.check(not given or given.endswith(suffix), name, f"a file name with {suffix}")
@@ -247,8 +241,7 @@ class TreeSearchConfig(MeasureSettings, CheckpointSettings):
     repeats: int = at_least(1, 5)  # of the clocking
     out: str = ""  # the tree's picture; empty: tree.svg in the export
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         self.check(self.num_nodes == 0 or self.num_nodes >= 2, "num_nodes", "0 or above 1")
 
 
@@ -273,8 +266,7 @@ class SpecBenchConfig(MeasureSettings, DecodeSettings):
     plain: bool = True  # answer with plain decoding too, question by question in turn
     baseline: str = ""  # an answer file to compare with instead, of any program
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         self.check(self.template, "template", "chat, vicuna, none or a file")
         self.check("/" not in self.name, "name", "a file name, without a slash")
         self.check(self.end == 0 or self.end > self.begin, "end", f"0 or above {self.begin}")
@@ -342,8 +334,7 @@ class RegenerateConfig(MeasureSettings):
     top_p: float = within("(0, 1]", 1.0)
     trust_remote_code: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         self.check(not (self.endpoint and self.checkpoint), "endpoint", "left out with checkpoint")
         self.check(not self.logprobs or self.endpoint, "logprobs", "0 without endpoint=")
         if self.prompts == "self":
@@ -370,8 +361,7 @@ class AutoConfig(LoadSettings, JsonSettings):
     seed: int = 0
     trust_remote_code: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         self.check("/" not in self.name, "name", "a folder's name, without a slash")
 
 
@@ -433,8 +423,7 @@ class ExportConfig(JsonSettings):
     push: str = ""  # organisation/name: upload the written folder to that repository of the hub
     private: bool = False  # push: the repository, if it is made
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         self.format = self.format.replace("-", "_")
         if self.format != "native":
             self.check(self.lm_head == "keep", "lm_head", f"keep with format={self.format}")

@@ -53,8 +53,7 @@ class DataConfig(Section):
     growth: list[Any] = field(default_factory=list)
     rows: int = at_least(1, 16)  # rows per micro-batch and rank
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         from_files, on_hub = self.source in _PATHS, self.source == "hub"
         self.check(self.path or not from_files, "path", _PATHS.get(self.source, ""))
         held = f"false with data.source={self.source}, which is held in memory"

@@ -1,7 +1,7 @@
 """Settings that say in their declaration what they may be: the range stands beside the default.
 
 ``rank: int = at_least(1, 64)`` is 64 unless told otherwise, and never below 1. What depends on
-several settings is checked by their class, behind what is declared.
+several settings is checked by ``_check_together`` of their class, behind what is declared.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ class Settings:
         for each in fields(self):
             if check := each.metadata.get("check"):
                 check(self, self.section, each.name)
+        for kind in reversed(type(self).__mro__):  # what stands below relies on what stands above
+            if check_together := vars(kind).get("_check_together"):
+                check_together(self)
 
     def check(self, fits: object, name: str, expected: str) -> None:
         """Raise ConfigError unless ``fits``, about a setting or one of a section, ``optim.lr``."""

@@ -33,8 +33,7 @@ class ModelConfig(Section):
     # pretrain, mtp: a transformers config to build from scratch (model_type and sizes)
     init: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         self.dtype = dtype_name("model.dtype", self.dtype)
         known = isinstance(self.device_map, dict) or self.device_map in ("", *DEVICE_MAPS)
         devices = f"one of {', '.join(DEVICE_MAPS)}, or a device for each part"
@@ -67,8 +66,7 @@ class HeadsConfig(Section):
     markov_rank: int = at_least(1, 64)
     start: str = ""  # an export whose heads to start from, of the same shape
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         trained = self.num_layers > 0 or "shared" not in self.lm_head or self.condition
         expected = f"at least 1 with heads.lm_head={self.lm_head} (nothing would be trained)"
         self.check(trained, "num_layers", expected)
@@ -115,8 +113,7 @@ class DraftConfig(Section):
     stored: str = ""  # folder of the base's top-k log-probabilities, made if it is not there
     stored_top_k: int = at_least(1, 32)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         expected = "empty with draft.on_policy, whose answers nobody has stored"
         self.check(not (self.stored and self.on_policy), "stored", expected)
 
@@ -150,8 +147,7 @@ class LossConfig(Section):
     chunk_size: int = at_least(0, 0)
     implementation: str = one_of("fused", "naive")  # naive: the reference, with all logits
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         if self.lambda_schedule == "step":  # lambda_end is reached by a factor of it
             self.check(self.lambda_0 > 0, "lambda_0", "positive with a step")
 
@@ -220,8 +216,7 @@ class EvaluateConfig(Section):
     # for tree and final figures, after training; 0: a fifth of what training takes, at least one
     minutes: float = at_least(0, 0.0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         self.check(self.temperatures, "temperatures", "at least one")
 
 
@@ -292,8 +287,7 @@ class TrainConfig(Settings):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     deepspeed: dict[str, Any] = field(default_factory=dict)  # {} is plain torch
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         fixed = self.recipe and self.recipe not in RULED and not self.recipe.endswith(".py")
         given = f"given: {self.recipe} has no rule for it"
         self.check(self.steps > 0 or not fixed, "steps", given)

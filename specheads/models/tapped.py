@@ -55,8 +55,7 @@ class TappedForm(Settings):
     rms_norm_eps: float = 1e-6
     anchors: int = field(default=128, compare=False)  # no part of what the heads are
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         check(self.rope_theta > 0, "rope_theta", self.rope_theta, "above 0")
         check(self.anchors >= 1, "anchors", self.anchors, "at least 1")
 
