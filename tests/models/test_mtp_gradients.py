@@ -50,9 +50,9 @@ CASES = [
     Case("llama", "sequential", "own", train_base=False),
     Case("llama", "parallel", train_base=False),
     Case("qwen3", "parallel", "own", implementation="naive"),
-    Case("qwen3", "causal", tied=True, implementation="torch", chunk_size=8),
+    Case("qwen3", "causal", tied=True, chunk_size=8),
     Case("qwen3", "sequential", "own", chunk_size=5, recompute=True),
-    Case("mistral-window", "parallel", tied=True, implementation="torch", recompute=True),
+    Case("mistral-window", "parallel", tied=True, recompute=True),
     Case("mistral-window", "causal", "own", chunk_size=100),
     Case("mistral-window", "sequential", implementation="naive", hidden_first=True),
 ]
