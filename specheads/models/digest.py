@@ -15,8 +15,8 @@ from pathlib import Path
 from specheads.config import ConfigError, RunError
 from specheads.system.files import write_whole
 
-_HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
-_REVISION = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")
+_HUB_NAME = re.compile(r"(?!.*\.\.)([\w-][\w.-]*/)?[\w-][\w.-]*")
+_REVISION = re.compile(r"(?!.*\.\.)[\w-][\w.-]*(/[\w-][\w.-]*)*")
 
 
 def check_recorded(name: object, revision: object) -> None:
@@ -29,17 +29,14 @@ def check_recorded(name: object, revision: object) -> None:
     Raises:
         ConfigError: one line, if ``name`` is anything else, or ``revision`` no name of one.
     """
-    known = isinstance(name, str) and (
-        not name or Path(name).is_absolute() or (_HUB_NAME.fullmatch(name) and ".." not in name)
-    )
-    if not known or (isinstance(name, str) and (".." in Path(name).parts or "\0" in name)):
+    text = name if isinstance(name, str) else "\0"
+    known = not text or Path(text).is_absolute() or _HUB_NAME.fullmatch(text)
+    if not known or ".." in Path(text).parts or "\0" in text:
         raise ConfigError(
             f"base.name is {name!r:.80}, which is neither a name on the hub nor the full path of a"
             " folder"
         )
-    if revision is not None and not (
-        isinstance(revision, str) and _REVISION.fullmatch(revision) and ".." not in revision
-    ):
+    if revision is not None and not (isinstance(revision, str) and _REVISION.fullmatch(revision)):
         raise ConfigError(f"base.revision is {revision!r:.80}, which names no revision")
 
 

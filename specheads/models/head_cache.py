@@ -15,6 +15,7 @@ size, K heads.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -438,15 +439,12 @@ def _waves(rotary: nn.Module, like: Tensor, capacity: int) -> Tensor:
     return signed(*rotary(like, positions))[:, 0]
 
 
-_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
-_PRODUCTS = tuple(f"self_attn.{name}_proj.weight" for name in "qkvo") + tuple(
-    f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")
-)
-_OPTIONAL = (
-    *(name.replace("weight", "bias") for name in _PRODUCTS),
-    "self_attn.q_norm.weight",
-    "self_attn.k_norm.weight",
-)
+_NEEDED = {
+    "input_layernorm.weight", "post_attention_layernorm.weight",
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+}  # fmt: skip
+_OPTIONAL = re.compile(r"self_attn\.([qkvo]_proj\.bias|[qk]_norm\.weight)|mlp\.\w+_proj\.bias")
 _PLACES = 7  # compared: a prompt of three, then two steps
 
 
@@ -459,9 +457,9 @@ def odd_part(config: PreTrainedConfig, block: nn.Module) -> str | None:
     :func:`odd_numbers`.
     """
     names = {name for name, _ in block.named_parameters()}
-    if missing := sorted({*_NORMS, *_PRODUCTS} - names):
+    if missing := sorted(_NEEDED - names):
         return f"they have no {missing[0]}"
-    if extra := sorted(names - {*_NORMS, *_PRODUCTS, *_OPTIONAL}):
+    if extra := sorted(name for name in names - _NEEDED if not _OPTIONAL.fullmatch(name)):
         return f"they have {extra[0]}"
     kind = attention_of(config)[0]
     return None if kind in WINDOWED else f"they attend by {kind}"
