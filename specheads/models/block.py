@@ -42,7 +42,7 @@ from specheads.models.base import Embed
 from specheads.models.blocks import Markov, ZeroLinear, normalised
 from specheads.models.head_cache import RowCache, Slots, last_places, rows_at, visible
 from specheads.models.heads import Steps
-from specheads.models.kinds import Begin
+from specheads.models.kinds import Begin, given
 from specheads.models.layer_step import LayerStep
 from specheads.models.output import OutputLayer, layers_of
 from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, attended
@@ -167,10 +167,10 @@ class BlockHeads(TappedHeads):
         form = BlockForm.of({"mask_token_id": padding, **settings.options})
         by_rule = joined_taps if form.form == "joined" else published_taps
         form = form.sized(base, hidden_size, partial(by_rule, len(layers_of(base))))
-        kept = settings.num_kept if "pruned" in settings.lm_head else 0
         rank = settings.markov_rank if settings.correction == "markov" else 0
-        sizes = settings.num_heads, hidden_size, vocab_size, settings.lm_head, form, kept
-        found = cls(*sizes, num_layers=settings.num_layers, markov_rank=rank)
+        sizes = settings.num_heads, hidden_size, vocab_size, settings.lm_head, form
+        more = {"num_layers": settings.num_layers, "markov_rank": rank}
+        found = cls(*sizes, settings.num_kept, **more)
         found.start_from(base)
         return found
 
@@ -199,7 +199,7 @@ class BlockHeads(TappedHeads):
         Returns:
             [K, B, A, d].
         """
-        (num_rows, num_tokens), tokens = position_ids.shape, self.given(tokens)
+        (num_rows, num_tokens), tokens = position_ids.shape, given(tokens, "tokens")
         tapped, context = self.context(hidden)
         table = self._table(num_tokens + self.num_slots)
         keys = [layer.keys(context, table[:, position_ids]) for layer in self.layers]
@@ -247,7 +247,7 @@ class BlockHeads(TappedHeads):
         if self.inject is None:  # a token for every slot
             roots = F.pad(roots[..., None], (0, self.num_slots - 1), value=self.form.mask_token_id)
         with torch.no_grad():  # the base's own, which stays as it is
-            embedded = self.required(embed)(roots).to(taps.dtype)
+            embedded = given(embed, "embed")(roots).to(taps.dtype)
         if self.inject is None:
             return embedded
         added = self.inject(torch.cat([taps, normalised(embedded)], dim=-1))
@@ -270,7 +270,7 @@ class BlockHeads(TappedHeads):
         """
         if self.markov is None:
             return hidden[i]
-        return self.markov.behind(hidden[i], self.given(tokens)[..., i])
+        return self.markov.behind(hidden[i], given(tokens, "tokens")[..., i])
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
         """Return the matrix [V', d_i], the same of all heads."""
@@ -294,7 +294,7 @@ class BlockHeads(TappedHeads):
         """Return the cache of rows of which nothing was read yet."""
         slots, epsilon = Slots(self.num_inner, self._table), self.form.rms_norm_eps
         steps = tuple(LayerStep([layer], layer.width, epsilon) for layer in self.layers)
-        return BlockCache(slots, (0,) * num_rows, self, self.required(embed), steps)
+        return BlockCache(slots, (0,) * num_rows, self, given(embed, "embed"), steps)
 
 
 @dataclass(frozen=True)

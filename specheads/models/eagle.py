@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from specheads.models.base import Embed
 from specheads.models.head_cache import RootCache, RootWalk, Slots, last_places, rows_at, visible
-from specheads.models.kinds import Begin
+from specheads.models.kinds import Begin, given
 from specheads.models.output import OutputLayer, layers_of
 from specheads.models.tapped import Norm, TappedForm, TappedHeads, TappedLayer, attended
 from specheads.system.errors import check
@@ -103,8 +103,8 @@ class EagleHeads(TappedHeads):
         check(settings.num_layers == 1, "num_layers", settings.num_layers, "1, EAGLE-3's one layer")
         rule = partial(eagle_taps, len(layers_of(base)))
         form = EagleForm.of(settings.options).sized(base, hidden_size, rule)
-        kept = settings.num_kept if "pruned" in settings.lm_head else 0
-        found = cls(settings.num_heads, hidden_size, vocab_size, settings.lm_head, form, kept)
+        sizes = settings.num_heads, hidden_size, vocab_size, settings.lm_head, form
+        found = cls(*sizes, settings.num_kept)
         found.start_from(base)
         return found
 
@@ -127,7 +127,7 @@ class EagleHeads(TappedHeads):
             embed: the base's input embedding.
         """
         with torch.no_grad():  # the base's own, which stays as it is
-            embedded = self.required(embed)(tokens)
+            embedded = given(embed, "embed")(tokens)
         normed = self.hidden_norm(states)
         side = torch.cat([self.layer.input_layernorm(embedded), normed], dim=-1)
         return (normed if self.form.norm_before_residual else states), side
@@ -160,7 +160,7 @@ class EagleHeads(TappedHeads):
         Returns:
             [K, B, A, d].
         """
-        (num_rows, num_tokens), tokens = position_ids.shape, self.given(tokens)
+        (num_rows, num_tokens), tokens = position_ids.shape, given(tokens, "tokens")
         every = torch.arange(num_tokens, device=hidden.device)
         at = every.expand(num_rows, -1) if places is None else places
         table = self._table(num_tokens + self.num_heads)
@@ -190,7 +190,7 @@ class EagleHeads(TappedHeads):
 
     def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
         """Return a function that returns how the heads begin a step."""
-        self.required(embed)
+        given(embed, "embed")
 
         def begin() -> Begin:
             products = self.own_products(output)
@@ -208,7 +208,7 @@ class EagleHeads(TappedHeads):
         weight = self.fc.weight
         ends = torch.zeros(num_rows, dtype=torch.long, device=weight.device)
         root = weight.new_zeros(num_rows, self.hidden_size)
-        slots, embed = Slots(1, self._table), self.required(embed)
+        slots, embed = Slots(1, self._table), given(embed, "embed")
         return EagleCache(slots, (0,) * num_rows, embed, ends, root, self)
 
 

@@ -32,7 +32,7 @@ from specheads.losses.cross_entropy import IGNORE
 from specheads.models import blocks
 from specheads.models.base import Embed
 from specheads.models.head_cache import LayerCache, rows_at
-from specheads.models.kinds import Begin, Heads, multiplied
+from specheads.models.kinds import Begin, Heads, given, multiplied
 from specheads.models.output import FINAL, OutputLayer
 from specheads.models.packed import product
 from specheads.system.errors import check, one_of
@@ -98,27 +98,20 @@ class MedusaHeads(nn.Module, Heads):
     ) -> None:
         super().__init__()
         most = min(hidden_size, vocab_size)
-        low_rank, pruned = lm_head == "low_rank", lm_head in ("pruned", "shared_pruned")
-        shared = lm_head in ("shared", "shared_pruned")
+        low_rank, shared = lm_head == "low_rank", lm_head in ("shared", "shared_pruned")
         one_of("lm_head", lm_head, *LM_HEADS)
-        check(num_heads >= 1, "num_heads", num_heads, "at least 1")
+        self.take_sizes(num_heads, hidden_size, vocab_size, lm_head, num_kept)
         check(num_layers >= 0, "num_layers", num_layers, "at least 0")
         check(condition or not joined, "condition", condition, "true where joined is")
         check(markov_rank >= 0, "markov_rank", markov_rank, "at least 0")
         sizes = f"in 1..{most}, the sizes of the matrix"
         check(1 <= rank <= most or not low_rank, "rank", rank, sizes)
-        kept = f"in 1..{vocab_size}, the vocabulary"
-        check(1 <= num_kept <= vocab_size or not pruned, "num_kept", num_kept, kept)
-        self.num_heads, self.num_layers = num_heads, num_layers
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.lm_head, self.condition, self.markov_rank = lm_head, condition, markov_rank
+        self.num_layers, self.condition, self.markov_rank = num_layers, condition, markov_rank
         self.joined, self.needs_embedding = joined, condition
         self.kind = "hydra" if condition else "medusa"
         self.sequential = condition or markov_rank > 0
         self.one_matrix = lm_head == "shared" and not markov_rank
         self.rank = rank if low_rank else 0
-        self.num_outputs = num_kept if pruned else vocab_size
-        self.register_buffer("token_map", torch.arange(num_kept) if pruned else None)
 
         def own_matrix() -> nn.Linear | blocks.LowRank | None:
             if low_rank:
@@ -213,19 +206,9 @@ class MedusaHeads(nn.Module, Heads):
         Raises:
             ValueError: if shapes differ, or ``kept`` is not a set of V' tokens.
         """
-        if weight.shape != (self.vocab_size, self.hidden_size):
-            raise ValueError(
-                f"the output matrix is {tuple(weight.shape)}, the heads were built for "
-                f"{(self.vocab_size, self.hidden_size)}"
-            )
-        if self.token_map is not None and kept is not None:
-            tokens = kept.unique()
-            if len(tokens) != self.num_outputs or not 0 <= tokens[0] <= tokens[-1] < len(weight):
-                raise ValueError(
-                    f"{len(tokens)} distinct tokens are to be kept, expected {self.num_outputs}, "
-                    f"all below {len(weight)}"
-                )
-            self.token_map.copy_(tokens)
+        shape, own = tuple(weight.shape), (self.vocab_size, self.hidden_size)
+        check(shape == own, "the shape of the output matrix", shape, f"{own}, as the heads have it")
+        super().init_from_output(weight, kept)
         if self.lm_head == "low_rank":
             up, down = blocks.low_rank_factors(weight, self.rank)
         for head in map(self.head, range(self.num_heads)):
@@ -267,16 +250,16 @@ class MedusaHeads(nn.Module, Heads):
         head = self.head(i)
         if self.condition:
             with torch.no_grad():  # the base's own; Hydra leaves it as it is
-                before = self.embedded(self.given(tokens)[..., : i + 1], embed).flatten(-2)
+                before = self.embedded(given(tokens, "tokens")[..., : i + 1], embed).flatten(-2)
             hidden = head.conditioned(hidden, before)
         found = head(hidden)
         if head.markov is None:
             return found
-        return head.markov.behind(found, self.given(tokens)[..., i])
+        return head.markov.behind(found, given(tokens, "tokens")[..., i])
 
     def embedded(self, tokens: Tensor, embed: Embed | None) -> Tensor:
         """Return how the heads read tokens [...], as [..., d]; ``embed`` is the base's."""
-        found = self.required(embed)(tokens)
+        found = given(embed, "embed")(tokens)
         return found if self.joined else blocks.normalised(found)
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
@@ -368,7 +351,7 @@ class Steps:
         if not heads.sequential:
             raise ValueError("these heads are parallel: they need not be asked level by level")
         if heads.condition:
-            heads.required(embed)
+            given(embed, "embed")
         self.heads, self.output, self.embed, self.depth = heads, output, embed, depth
         parts = [heads.head(i) for i in range(depth)]
         # of what tables are made; joined heads have none, as what a token adds there depends on the
@@ -557,11 +540,8 @@ def low_rank_heads(heads: MedusaHeads, rank: int) -> MedusaHeads:
     Raises:
         ValueError: if ``heads`` share the base's matrix or are pruned, or ``rank`` is out of range.
     """
-    if heads.lm_head not in ("own", "low_rank"):
-        raise ValueError(
-            f"lm_head=low_rank needs heads with a matrix of their own for all tokens, these are "
-            f"{heads.lm_head}"
-        )
+    own = "own or low_rank, a matrix for all tokens, to be made low_rank"
+    check(heads.lm_head in ("own", "low_rank"), "lm_head of the heads", heads.lm_head, own)
     state = _rest(heads)
     for i in range(heads.num_heads):
         matrix = output_matrix(heads, i)
@@ -585,11 +565,8 @@ def pruned_heads(heads: MedusaHeads, token_ids: Tensor) -> MedusaHeads:
         ValueError: if ``heads`` share the base's matrix or are of low rank, or cannot guess one of
             the tokens.
     """
-    if heads.lm_head not in ("own", "pruned"):
-        raise ValueError(
-            f"lm_head=pruned needs heads with a whole matrix of their own, these are "
-            f"{heads.lm_head}"
-        )
+    own = "own or pruned, a whole matrix, to be made pruned"
+    check(heads.lm_head in ("own", "pruned"), "lm_head of the heads", heads.lm_head, own)
     tokens = token_ids.to(output_matrix(heads, 0).device).sort().values
     rows = heads.map_labels(tokens)
     if gone := int((rows == IGNORE).sum()):

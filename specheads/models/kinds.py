@@ -13,7 +13,7 @@ heads can guess, B rows, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,16 @@ from transformers import PreTrainedModel
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import Embed, input_device
 from specheads.models.output import OutputLayer
+from specheads.system.errors import check
+
+T = TypeVar("T")
+
+
+def given(value: T | None, name: str) -> T:
+    """Return what heads read, ``tokens`` or ``embed``; raise ValueError if it is missing."""
+    if value is None:
+        raise ValueError(f"these heads read tokens, but {name} is None")
+    return value
 
 
 def multiplied(features: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
@@ -163,6 +173,23 @@ class Heads(Protocol):
     anchors: int = 0
     _known_places: tuple[Tensor, tuple[int, torch.device], Tensor] | None = None
 
+    def take_sizes(
+        self, num_heads: int, hidden_size: int, vocab_size: int, lm_head: str, num_kept: int = 0
+    ) -> None:
+        """Take over the sizes that heads of all kinds have, and begin with the first tokens kept.
+
+        Raises:
+            ValueError: if a number is out of range.
+        """
+        pruned, known = "pruned" in lm_head, f"in 1..{vocab_size}, the vocabulary"
+        check(num_heads >= 1, "num_heads", num_heads, "at least 1")
+        check(1 <= num_kept <= vocab_size or not pruned, "num_kept", num_kept, known)
+        self.num_heads, self.lm_head = num_heads, lm_head
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.num_outputs = num_kept if pruned else vocab_size
+        kept = torch.arange(num_kept) if pruned else None
+        cast(Any, self).register_buffer("token_map", kept)
+
     @classmethod
     def from_settings(cls, settings: Any, base: PreTrainedModel, output: OutputLayer) -> Heads:
         """Build the heads that their section of a recipe's settings describes, for a base model.
@@ -174,6 +201,8 @@ class Heads(Protocol):
     def init_from_output(self, weight: Tensor, kept: Tensor | None = None) -> None:
         """Take the tokens that can be guessed, and start from the base's output matrix.
 
+        What is written here takes the tokens alone.
+
         Args:
             weight: [V, d], that matrix; not used by heads that start without it.
             kept: with a ``token_map``, the [V'] token ids to keep; None keeps the first ones.
@@ -181,7 +210,12 @@ class Heads(Protocol):
         Raises:
             ValueError: if shapes differ, or ``kept`` is not a set of V' tokens.
         """
-        del weight, kept  # where neither says anything
+        if self.token_map is not None and kept is not None:
+            tokens = kept.unique()
+            fits = len(tokens) == self.num_outputs and 0 <= tokens[0] <= tokens[-1] < len(weight)
+            expected = f"{self.num_outputs}, all below {len(weight)}"
+            check(bool(fits), "the number of distinct tokens to keep", len(tokens), expected)
+            self.token_map.copy_(tokens)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Heads:
@@ -249,20 +283,6 @@ class Heads(Protocol):
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
         """Return the matrix [V', d_i] of head ``i``, the base's own or rows of it where shared."""
-
-    @staticmethod
-    def required(embed: Embed | None) -> Embed:
-        """Return ``embed``; raise ValueError if it is missing where tokens are read through it."""
-        if embed is None:
-            raise ValueError("these heads read tokens through embed, which is None")
-        return embed
-
-    @staticmethod
-    def given(tokens: Tensor | None) -> Tensor:
-        """Return ``tokens``; raise ValueError if they are missing where heads read them."""
-        if tokens is None:
-            raise ValueError("these heads read tokens, but tokens is None")
-        return tokens
 
     def guessed_rows(self, of: Tensor) -> Tensor:
         """Return those of a tensor [V, ...] that are of the V' tokens; no copy if that is all."""

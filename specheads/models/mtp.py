@@ -48,12 +48,12 @@ from specheads.models.adapters import plain_copy
 from specheads.models.base import Embed
 from specheads.models.forward import undisturbed
 from specheads.models.head_cache import LayerCache, Slots, attention_of, odd_numbers, odd_part
-from specheads.models.kinds import Begin, Heads
+from specheads.models.kinds import Begin, Heads, given
 from specheads.models.manifest import one_line
 from specheads.models.output import FINAL, TRUNK, OutputLayer, final_norm, layers_of
 from specheads.models.packed import Kept, product
 from specheads.models.sharded import whole
-from specheads.system.errors import check, one_of
+from specheads.system.errors import one_of
 
 
 def block_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -182,7 +182,7 @@ class MtpHeads(nn.Module, Heads):
     stored: ClassVar[tuple[str, ...]] = _KEYS
     unseen_settings: ClassVar[tuple[str, ...]] = ("variant", "hidden_first")
     tensor_prefix: ClassVar[str] = "mtp."
-    token_map = None
+    token_map: Tensor | None  # a buffer
     num_layers = 0  # what ``features`` would run: ``contextual`` has run all
 
     def __init__(
@@ -198,10 +198,8 @@ class MtpHeads(nn.Module, Heads):
         super().__init__()
         one_of("variant", variant, *VARIANTS)
         one_of("lm_head", lm_head, *MTP_LM_HEADS)
-        check(num_heads >= 1, "num_heads", num_heads, "at least 1")
-        self.num_heads, self.vocab_size, self.num_outputs = num_heads, vocab_size, vocab_size
-        self.hidden_size = int(config.hidden_size)
-        self.variant, self.lm_head, self.hidden_first = variant, lm_head, hidden_first
+        self.take_sizes(num_heads, int(config.hidden_size), vocab_size, lm_head)
+        self.variant, self.hidden_first = variant, hidden_first
         self.one_matrix, self.sequential = lm_head == "shared", variant == "sequential"
         self.needs_embedding = self.walks_text = self.sequential
         self.taps = (FINAL,) if self.sequential else (TRUNK,)
@@ -343,7 +341,7 @@ class MtpHeads(nn.Module, Heads):
         waves = self.waves(hidden, position_ids)
         embedded = None
         if self.sequential:
-            embedded = self.required(embed)(self.given(tokens)).to(weight.dtype)
+            embedded = given(embed, "embed")(given(tokens, "tokens")).to(weight.dtype)
 
         def run(i: int, source: Tensor) -> tuple[Tensor, Tensor]:
             # rolled in here, so that no head's shifted copy is kept for backward
@@ -414,7 +412,7 @@ class MtpHeads(nn.Module, Heads):
             ValueError: if it is missing, or the layers' attention is of a kind that cannot draft.
         """
         if self.sequential:
-            weight, embed = next(self.parameters()), self.required(embed)
+            weight, embed = next(self.parameters()), given(embed, "embed")
             root = weight.new_zeros(self.num_heads, num_rows, self.hidden_size)
             ends = torch.zeros(num_rows, dtype=torch.long, device=root.device)
 
@@ -450,7 +448,7 @@ class MtpHeads(nn.Module, Heads):
         """
         if not self.sequential:
             raise ValueError("these heads are parallel: they need not be asked level by level")
-        self.required(embed)
+        given(embed, "embed")
         self._window()
 
         @torch.no_grad()
@@ -472,11 +470,7 @@ class MtpHeads(nn.Module, Heads):
     def _window(self) -> int | None:
         """Return how many tokens a layer looks back upon, itself included; None for all."""
         kind, window = attention_of(self.config)
-        if kind not in head_cache.WINDOWED:
-            raise ValueError(
-                f"sequential MTP heads with {kind} cannot draft: their layers must have"
-                " full_attention or sliding_attention"
-            )
+        one_of("attention of sequential MTP heads", kind, *head_cache.WINDOWED)
         return window
 
 

@@ -233,21 +233,14 @@ class TappedHeads(nn.Module, Heads):
     ) -> None:
         super().__init__()
         one_of("lm_head", lm_head, "shared", "shared_pruned", "own", "pruned")
-        pruned = "pruned" in lm_head
-        check(num_heads >= 1, "num_heads", num_heads, "at least 1")
-        kept = f"in 1..{vocab_size}, the vocabulary"
-        check(1 <= num_kept <= vocab_size or not pruned, "num_kept", num_kept, kept)
+        self.take_sizes(num_heads, hidden_size, vocab_size, lm_head, num_kept)
         heads, groups = form.num_attention_heads, form.num_key_value_heads
         check(groups >= 1 and heads % groups == 0, "num_key_value_heads", groups, f"of {heads}")
         check(form.head_dim >= 2 and form.head_dim % 2 == 0, "head_dim", form.head_dim, "even")
         check(form.intermediate_size >= 1, "intermediate_size", form.intermediate_size, "above 0")
         check(len(form.taps) >= 1, "taps", list(form.taps), "at least one")
-        self.num_heads, self.form, self.lm_head = num_heads, form, lm_head
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.anchors = form.anchors
-        self.num_outputs = num_kept if pruned else vocab_size
+        self.form, self.anchors = form, form.anchors
         self.taps = tuple(FINAL if tap < 0 else f"{LAYER}{tap}" for tap in form.taps)
-        self.register_buffer("token_map", torch.arange(num_kept) if pruned else None)
         self.fc = nn.Linear(len(form.taps) * hidden_size, hidden_size, bias=False)
         self.norm = Norm(hidden_size, eps=form.rms_norm_eps)
         self.output = nn.ModuleDict()
@@ -282,8 +275,7 @@ class TappedHeads(nn.Module, Heads):
     @torch.no_grad()
     def init_from_output(self, weight: Tensor, kept: Tensor | None = None) -> None:
         """Take the tokens to guess, and copy the base's matrix where it is not shared."""
-        if self.token_map is not None and kept is not None:
-            self.token_map.copy_(kept.unique())
+        super().init_from_output(weight, kept)
         for matrix in self.output.values():
             cast(nn.Linear, matrix).weight.copy_(self.guessed_rows(weight))
 

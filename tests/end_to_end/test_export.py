@@ -241,7 +241,10 @@ def test_mistakes_are_one_line_and_leave_nothing(
             "no_answers.jsonl/made cannot be made: Not a directory; give a folder that can be",
         ),
         ({"lm_head": "low_rank", "checkpoint": str(tiny_model_dir)}, "not an export of specheads"),
-        ({"lm_head": "low_rank", "checkpoint": str(shared)}, "shared: .* these are shared"),
+        (
+            {"lm_head": "low_rank", "checkpoint": str(shared)},
+            "shared: lm_head of the heads .* got 'shared'",
+        ),
     ):
         values = {"checkpoint": str(trained), "output": str(tmp_path / "made"), **settings}
         with pytest.raises(ConfigError, match=message) as refused:

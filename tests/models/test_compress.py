@@ -144,12 +144,15 @@ def test_what_makes_no_sense_is_refused_in_one_line() -> None:
     own, shared = build(), build("shared")
     low, pruned = low_rank_heads(own, 2), pruned_heads(own, torch.arange(5))
     for made, message in (
-        (lambda: low_rank_heads(shared, 2), "matrix of their own for all tokens, these are shared"),
-        (lambda: low_rank_heads(pruned, 2), "these are pruned"),
+        (
+            lambda: low_rank_heads(shared, 2),
+            "a matrix for all tokens, to be made low_rank, got 'shared'",
+        ),
+        (lambda: low_rank_heads(pruned, 2), "got 'pruned'"),
         (lambda: low_rank_heads(own, 9), r"rank must be in 1\.\.8, .*, got 9"),
         (lambda: low_rank_heads(own, 0), r"rank must be in 1\.\.8, .*, got 0"),
-        (lambda: pruned_heads(shared, torch.arange(5)), "these are shared"),
-        (lambda: pruned_heads(low, torch.arange(5)), "these are low_rank"),
+        (lambda: pruned_heads(shared, torch.arange(5)), "a whole matrix, .* got 'shared'"),
+        (lambda: pruned_heads(low, torch.arange(5)), "got 'low_rank'"),
         (lambda: pruned_heads(own, torch.tensor([], dtype=torch.long)), r"num_kept must be in 1"),
         (lambda: pruned_heads(pruned, torch.tensor([4, 5, 6])), "2 of the tokens to keep were"),
         (lambda: output_matrix(shared, 0), "share the base's output matrix"),

@@ -209,7 +209,7 @@ def test_wrong_use_is_named() -> None:
         with pytest.raises(ValueError, match=word):
             MtpHeads(**{"num_heads": 1, "config": config, "vocab_size": 64, **options})  # type: ignore[arg-type]
     heads = MtpHeads(1, config, 64, variant="sequential")
-    with pytest.raises(ValueError, match="read tokens through embed"):
+    with pytest.raises(ValueError, match="embed is None"):
         heads.contextual(torch.zeros(1, 4, 32), torch.arange(4)[None])
     with pytest.raises(ValueError, match=r"block.model_type is 'gpt-6'"):
         config_from_json({"model_type": "gpt-6"})
