@@ -501,12 +501,6 @@ class Tally:
         self.reasons: Counter[str] = Counter()
         self._first: dict[str, str] = {}
 
-    def add(self, error: RecordError) -> None:
-        """Count a record that cannot be used."""
-        self.reasons[error.reason] += 1
-        self._first.setdefault(error.reason, str(error))
-        self.aside.add(error)
-
     def take(self, make: Callable[[U], T], item: U) -> T | None:
         """Return what ``make`` makes of an item, None where that cannot be used."""
         self.total += 1
@@ -515,7 +509,9 @@ class Tally:
         except RecordError as error:
             if self.allowed == 0:
                 raise
-            self.add(error)
+            self.reasons[error.reason] += 1
+            self._first.setdefault(error.reason, str(error))
+            self.aside.add(error)
             return None
 
     def check(self, what: str, so_far: str = "") -> None:
