@@ -127,8 +127,9 @@ class RunLog:
         while not self._ended.wait(_SILENT / 10):
             if self._doing and time.monotonic() - self._said >= _SILENT:
                 passed, share = time.monotonic() - self._since, self._share
-                left = f", {share:.0%}, {_clock(passed / share - passed)} left" if share else ""
-                self.say(f"{self._doing}, {_clock(passed)}{left}")
+                rest = tqdm.format_interval(passed / share - passed) if share else ""
+                left = f", {share:.0%}, {rest} left" if share else ""
+                self.say(f"{self._doing}, {tqdm.format_interval(passed)}{left}")
 
     def doing(self, what: str, share: float = 0.0) -> None:
         """Take note of what goes on, for lines where nothing else is said; empty: nothing.
@@ -218,7 +219,7 @@ class RunLog:
         self.record(step, values)
         line = format_line(step, self.cfg.steps, values)
         if seconds_left and not sys.stderr.isatty():  # the bar shows it on a terminal
-            line += f"  left {_clock(seconds_left)}"
+            line += f"  left {tqdm.format_interval(seconds_left)}"
         self.say(line)
 
     def outcome(self, step: int, found: Outcome) -> None:
@@ -268,8 +269,3 @@ class RunLog:
             # what is printed from here on, also by others and at exit, must not fail again
             with open(os.devnull, "w") as nowhere:  # noqa: PTH123
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"

@@ -66,15 +66,15 @@ def test_a_run_is_never_silent_for_long(
         log.advance()
         assert log.training_seconds() < 20 * 10
         time.sleep(0.5)
-        assert "step 4/20, 0:0" in capsys.readouterr().out
+        assert "step 4/20, 00:0" in capsys.readouterr().out
         log.doing("measuring trees")
         time.sleep(0.5)
-        assert 1 <= capsys.readouterr().out.count("measuring trees, 0:0") <= 5
+        assert 1 <= capsys.readouterr().out.count("measuring trees, 00:0") <= 5
         log.doing("storing")
         for share in (0.25, 0.5):
             log.doing("storing", share)
             time.sleep(0.3)
-        assert re.search(r"storing, 0:0[01], 50%, 0:0[01] left", capsys.readouterr().out)
+        assert re.search(r"storing, 00:0[01], 50%, 00:0[01] left", capsys.readouterr().out)
     time.sleep(0.3)
     assert "measuring" not in capsys.readouterr().out
 
