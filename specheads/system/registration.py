@@ -18,11 +18,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-CONFIGS = {
-    "llama_mtp": "LlamaMtpConfig",
-    "mistral_mtp": "MistralMtpConfig",
-    "qwen3_mtp": "Qwen3MtpConfig",
-}
+# our classes by their ``model_type``, as specheads.models.mtp_hf has them
+CONFIGS = {f"{kind.lower()}_mtp": f"{kind}MtpConfig" for kind in ("Llama", "Mistral", "Qwen3")}
 _TABLE = "transformers.models.auto.configuration_auto"
 _MODULE = "specheads.models.mtp_hf"
 
