@@ -25,7 +25,6 @@ import os
 import re
 import sys
 import sysconfig
-import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +36,8 @@ from typing import Any, NamedTuple, TypeVar
 from specheads.data.schema import Record, text_digest
 from specheads.runs.directory import package_version
 from specheads.system import dist
-from specheads.system.files import flush_file
+from specheads.system.errors import ConfigError, RunError
+from specheads.system.files import locked, whole_file
 from specheads.system.terminal import progress_bar
 
 DEFAULT_PACKAGES = (
@@ -424,17 +424,13 @@ def _load(packages: tuple[str, ...]) -> tuple[list[Module], dict[str, list[Recor
 
 
 def _store(file: Path, content: dict[str, Any]) -> None:
-    """Write aside, then rename: nobody reads half a file. A full disk costs only time."""
+    """Write the file whole, one process after the other. A full disk costs only time."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as aside:
-            fresh = Path(aside) / file.name
-            with gzip.open(fresh, "wt", encoding="utf-8", compresslevel=1) as stream:
-                json.dump(content, stream, ensure_ascii=False)
-            flush_file(fresh)
-            fresh.replace(file)
-    except OSError as error:
-        _say(
-            f"cannot keep it in {file.parent} ({error.strerror}): the next command makes it anew;"
-            " XDG_CACHE_HOME names another place"
-        )
+        with (
+            locked(file.parent, "XDG_CACHE_HOME"),
+            whole_file(file) as fresh,
+            gzip.open(fresh, "wt", encoding="utf-8", compresslevel=1) as stream,
+        ):
+            json.dump(content, stream, ensure_ascii=False)
+    except (ConfigError, RunError, OSError) as error:
+        _say(f"cannot keep it: {error}; the next command makes it anew")
