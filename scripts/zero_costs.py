@@ -1,11 +1,7 @@
 """What training a known model needs of memory and time, for bases that are not on this machine.
 
-What a decoder of Llama's kind brings to a rank is counted for transformers' modules as they are
-(tests/scripts/test_shapes.py holds them to what autograd really saves): a norm keeps its float32
-input, its normalised input and its output; sdpa its q, k, v and output; the MLP its gate, the
-gate's activation, the other factor and the product. A frozen matrix keeps no input; an adapter
-keeps its own, after dropout, and dropout its mask. How ZeRO divides it says
-``specheads/training/plan.py``.
+What a decoder of Llama's kind keeps for backward says ``specheads/training/shapes.py``, how ZeRO
+divides it ``specheads/training/plan.py``.
 
 Of the time of a step, nothing is taken to overlap, so that a figure is an upper bound: arithmetic,
 the traffic of arXiv:1910.02054, section 7, and the bytes that Adam moves.
@@ -19,6 +15,7 @@ from typing import Any
 
 from specheads.training.engine import Spread
 from specheads.training.plan import Load
+from specheads.training.shapes import Shape, decoder_activations
 
 
 @dataclass(frozen=True)
@@ -35,90 +32,10 @@ class Brought(Load):
     gathers: int = 2
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a decoder: d, layers, m, width of keys, V.
-
-    Attributes:
-        hidden: hidden size d.
-        layers: decoder layers.
-        intermediate: width m of the MLP.
-        key_width: numbers of a key, all heads together; d without grouped queries.
-        vocab: tokens V.
-        tied: whether the output matrix is the embedding.
-    """
-
-    hidden: int
-    layers: int
-    intermediate: int
-    key_width: int
-    vocab: int
-    tied: bool = False
-
-    @classmethod
-    def from_config(cls, config: Any) -> Shape | None:
-        """Read a transformers config; None if it is not of this kind."""
-        try:
-            head_dim = getattr(config, "head_dim", None) or (
-                config.hidden_size // config.num_attention_heads
-            )
-            return cls(
-                hidden=config.hidden_size,
-                layers=config.num_hidden_layers,
-                intermediate=config.intermediate_size,
-                key_width=head_dim * config.num_key_value_heads,
-                vocab=config.vocab_size,
-                tied=bool(config.tie_word_embeddings),
-            )
-        except AttributeError:
-            return None
-
-    @property
-    def layer_matrices(self) -> int:
-        """Numbers of a layer's matrices."""
-        d = self.hidden
-        return 2 * d * d + 2 * d * self.key_width + 3 * d * self.intermediate
-
-    @property
-    def parameters(self) -> int:
-        """All parameters."""
-        d = self.hidden
-        matrices = self.vocab * d * (1 if self.tied else 2)
-        return self.layers * (self.layer_matrices + 2 * d) + d + matrices
-
-    def lora_parameters(self, rank: int) -> int:
-        """Parameters of adapters on every linear layer of the decoder."""
-        d, m, key = self.hidden, self.intermediate, self.key_width
-        return self.layers * rank * (2 * (d + d) + 2 * (d + key) + 3 * (d + m))
-
-
 # Llama 2's.
 LLAMA_7B = Shape(4096, 32, 11008, 4096, 32000)
 LLAMA_13B = Shape(5120, 40, 13824, 5120, 32000)
 LLAMA_70B = Shape(8192, 80, 28672, 1024, 32000)
-
-
-def layer_activations(
-    shape: Shape, size: int, *, adapter: int = 0, rank: int = 0, mask: int = 1
-) -> int:
-    """Return the bytes that one layer keeps for backward, for each token.
-
-    Attention's matrix is not among them: sdpa does not keep it.
-
-    Args:
-        shape: the model's sizes.
-        size: bytes of a number of the base, 2 or 4.
-        adapter: bytes of a number of its LoRA adapter, which has dropout; 0: the base is trained.
-        rank: the adapter's rank.
-        mask: bytes of an element of a dropout mask: 1 on a GPU, 4 on a CPU.
-    """
-    d, m, key = shape.hidden, shape.intermediate, shape.key_width
-    attention = 2 * size * (d + key)
-    small = 2 * 4  # the norms' scale
-    if not adapter:
-        return 2 * (4 + 2 * size) * d + attention + 4 * size * m + small
-    own = (adapter + mask) * (6 * d + m) + 7 * adapter * rank
-    return 2 * 4 * d + attention + 3 * size * m + own + small
 
 
 @dataclass(frozen=True)
@@ -180,21 +97,19 @@ def load_of(shape: Shape, kind: str, **options: Any) -> Brought:
         accumulation=work.accumulation,
         flops=work.tokens * _flops_per_token(shape, work),
         outer=matrix * (1 + full + (work.num_heads if work.own_heads else 0)),  # an embedding, too
+        piece=float(size * max(shape.layer_matrices + 2 * d, matrix)),
         gathers=1 if kind == "frozen" else 2,
     )
 
 
 def _activations_per_token(shape: Shape, work: Work) -> float:
-    d, m, size, head_size = shape.hidden, shape.intermediate, work.size, work.head_size or work.size
-    heads = work.num_heads * d * 2 * head_size  # what a head's matrix reads, and its gradient
-    last = (4 + 2 * size) * d  # the final norm
-    if work.kind == "frozen":  # nothing is kept: the largest temporaries, those of an MLP
-        return size * 3 * (m + d) + last + heads
+    size, head_size = work.size, work.head_size or work.size
+    heads = work.num_heads * shape.hidden * 2 * head_size  # a matrix's input, and its gradient
     adapter = head_size if work.kind == "lora" else 0
-    layer = layer_activations(shape, size, adapter=adapter, rank=work.rank)
-    backward = size * 2 * m  # gradients of a layer's widest tensors, while they are formed
-    kept = shape.layers * size * d + layer if work.checkpointed else shape.layers * layer
-    return kept + backward + last + heads
+    return heads + decoder_activations(
+        shape, size, trained=work.kind != "frozen", adapter=adapter, rank=work.rank,
+        checkpointed=work.checkpointed,
+    )  # fmt: skip
 
 
 def _flops_per_token(shape: Shape, work: Work) -> float:

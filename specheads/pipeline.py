@@ -71,7 +71,7 @@ def run_recipe(
         ConfigError: if there is nothing that could be resumed.
     """
     if cfg.dry_run and cfg.recipe != "distill" and without_weights(cfg.model.name):
-        say(forecast(cfg))
+        say(str(forecast(cfg)))
         return
     if cfg.resume:
         cfg = ready_to_resume(cfg, say)

@@ -17,6 +17,7 @@ from specheads.config.commands import (
     ExportConfig,
     GenerateConfig,
     InitConfig,
+    PlanConfig,
     PreviewConfig,
     QualityConfig,
     QuestionsConfig,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from specheads.config.data import DataConfig
 from specheads.config.declared import Section, Settings, at_least, one_of, positive, within
+from specheads.config.training import TrainConfig
 from specheads.system import errors
 from specheads.system.errors import DEVICE_MAPS, MISSING, check_device, dtype_name
 
@@ -387,6 +388,16 @@ class InitConfig:
     recipe: str = "hydra"
     name: str = ""  # of the run; empty: the file's
     output: str = "my.yaml"
+
+
+@dataclass
+class PlanConfig(TrainConfig, JsonSettings):
+    """Everything ``python -m specheads.plan`` accepts: the settings of ``train``, and on what."""
+
+    gpus: int = at_least(1, 8)
+    memory: float = positive(80.0)  # GB (1e9 bytes) of each
+    # operations per second that a GPU reaches in training, 400e12 say; 0: no time is predicted
+    flops: float = at_least(0, 0.0)
 
 
 @dataclass

@@ -30,7 +30,7 @@ from specheads.models.forward import undisturbed
 from specheads.system import dist
 from specheads.system.hardware import peak_memory
 from specheads.training.checkpoints import same_random_state
-from specheads.training.engine import Spread, TorchEngine
+from specheads.training.engine import Groups, Objective, Spread, TorchEngine
 from specheads.training.loop import Stage, gather
 from specheads.training.setup import Data
 
@@ -65,6 +65,8 @@ class Load:
         accumulation: micro-batches per step.
         outer: numbers that stage 3 keeps whole for the length of a pass: the matrices that the
             objective itself reads.
+        piece: bytes of the largest part that is loaded whole before stage 3 divides it: one layer,
+            or an embedding.
     """
 
     trained: Mapping[int, int]
@@ -75,6 +77,7 @@ class Load:
     formed: float = 0.0
     accumulation: int = 1
     outer: int = 0
+    piece: float = 0.0
 
     @property
     def numbers(self) -> int:
@@ -102,7 +105,8 @@ class Need:
         formed: gradients that exist when backward begins.
         reducing: gradients and their copies when backward ends.
         stepping: gradients, their copies and Adam's temporaries in the optimizer.
-        loading: peak before training: every rank loads the whole model, then it is divided.
+        loading: peak before training: every rank loads the whole model, under stage 3 its share and
+            one piece after the other.
         host: bytes of the host's memory for this rank.
     """
 
@@ -174,6 +178,8 @@ def need(load: Load, spread: Spread, world: int, *, temporaries: int = 1) -> Nee
     ) / (world if stage >= 1 else 1)
     weights = (whole + load.frozen_bytes) / (world if stage >= 3 else 1)
     loading = load.frozen_bytes + whole * (2 if stage in (1, 2) else 1)  # flattened in a copy
+    if stage == 3:
+        loading = load.piece + (0.0 if spread.offload_parameters else weights)
     # a first micro-batch's gradients come as its activations go; later ones find them there
     formed = load.formed + (gradients if load.accumulation > 1 else 0.0)
     reducing = gradients + load.formed * (load.accumulation > 1)
@@ -258,40 +264,13 @@ def plan_stage(stage: Stage, cfg: TrainConfig, parts: Parts, output_weight: Tens
         output_weight: the base's output matrix [V, d].
     """
     trained = {id(p): p for group in stage.groups for p in group["params"]}
-    modules = (stage.objective, *parts.values())
-    named = {p: name for m in modules for name, p in (*m.named_parameters(), *m.named_buffers())}
-    frozen = [tensor for tensor in named if id(tensor) not in trained]
-    own = {id(p) for p, name in named.items() if p.dim() == 2 and "lm_head" in name}
-    matrices = [p for p in named if p is output_weight or id(p) in own]
-    rows = cfg.data.rows * cfg.data.seq_len
-    if cfg.loss.implementation == "naive":  # those of every head, all there until backward
-        rows *= stage.objective.num_heads + 1
-    else:
-        rows = min(rows, cfg.loss.chunk_size or rows_at_once(output_weight))
-    logits = 4 * output_weight.shape[0] * rows
     world, accumulation = dist.world_size(), cfg.optim.accumulation
     seconds, extra = _time_micro_batches(stage, cfg)
 
     def load(spread: Spread) -> Load:
-        def num_bytes(tensors: Iterable[Tensor]) -> int:
-            return sum(_width(tensor, cfg, spread) * tensor.numel() for tensor in tensors)
-
-        counts: Counter[int] = Counter()
-        for parameter in trained.values():
-            counts[_width(parameter, cfg, spread)] += parameter.numel()
-        fused = cfg.loss.implementation == "fused"
-        formed = num_bytes(p for p in matrices if fused and id(p) in trained)
-        return Load(
-            trained=counts,
-            frozen=sum(tensor.numel() for tensor in frozen),
-            frozen_bytes=num_bytes(frozen),
-            # what a micro-batch added is activations, and gradients that are formed in forward
-            activations=max(0.0, (extra or 0.0) - logits - formed),
-            logits=logits,
-            formed=formed,
-            accumulation=accumulation,
-            outer=sum(p.numel() for p in matrices),
-        )
+        found = load_of(stage.objective, stage.groups, parts, output_weight, cfg, spread)
+        # what a micro-batch added is activations, and gradients that are formed in forward
+        return replace(found, activations=max(0.0, (extra or 0.0) - found.logits - found.formed))
 
     spread = Spread.from_config(cfg.deepspeed)
     optimizer = sum(optimizer_bytes(group, cfg) for group in stage.groups)
@@ -328,6 +307,60 @@ def plan_stage(stage: Stage, cfg: TrainConfig, parts: Parts, output_weight: Tens
             and (cfg.model.quantization == "none" or each.stage < 3)
         },
         choice_ranks=ranks,
+    )
+
+
+def load_of(
+    objective: Objective,
+    groups: Groups,
+    parts: Parts,
+    output_weight: Tensor,
+    cfg: TrainConfig,
+    spread: Spread,
+) -> Load:
+    """Return what a stage brings to a rank, activations left out; tensors may be without memory.
+
+    Args:
+        objective: what is trained.
+        groups: the optimizer's, which say what learns.
+        parts: as for :func:`plan_stage`.
+        output_weight: the base's output matrix [V, d].
+        cfg: the run's settings.
+        spread: how it is to be spread over ranks, which may not be as the settings say.
+    """
+    trained = {id(p): p for group in groups for p in group["params"]}
+    modules = (objective, *parts.values())
+    named = {p: name for m in modules for name, p in (*m.named_parameters(), *m.named_buffers())}
+    frozen = [tensor for tensor in named if id(tensor) not in trained]
+    own = {id(p) for p, name in named.items() if p.dim() == 2 and "lm_head" in name}
+    matrices = [p for p in named if p is output_weight or id(p) in own]
+    rows = cfg.data.rows * cfg.data.seq_len
+    if cfg.loss.implementation == "naive":  # those of every head, all there until backward
+        rows *= objective.num_heads + 1
+    else:
+        rows = min(rows, cfg.loss.chunk_size or rows_at_once(output_weight))
+    # products in 16 bits are copied to the float32 ones that the loss reads
+    narrow = 2 if "16" in cfg.model.dtype + cfg.autocast else 0
+
+    def num_bytes(tensors: Iterable[Tensor]) -> int:
+        return sum(_width(tensor, cfg, spread) * tensor.numel() for tensor in tensors)
+
+    counts: Counter[int] = Counter()
+    for parameter in trained.values():
+        counts[_width(parameter, cfg, spread)] += parameter.numel()
+    lists = (part for m in modules for part in m.modules() if isinstance(part, nn.ModuleList))
+    pieces: list[list[Tensor]] = [list(layer.parameters()) for some in lists for layer in some]
+    pieces += [[tensor] for tensor in named]
+    fused = cfg.loss.implementation == "fused"
+    return Load(
+        trained=counts,
+        frozen=sum(tensor.numel() for tensor in frozen),
+        frozen_bytes=num_bytes(frozen),
+        logits=(4 + narrow) * output_weight.shape[0] * rows,
+        formed=num_bytes(p for p in matrices if fused and id(p) in trained),
+        accumulation=cfg.optim.accumulation,
+        outer=sum(p.numel() for p in matrices),
+        piece=max(map(num_bytes, pieces), default=0),
     )
 
 

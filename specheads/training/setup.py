@@ -434,7 +434,7 @@ def new_base(
     tokenizer = choose_tokenizer(cfg)
     init = complete_init(init, tokenizer)
     if fewer_layers:
-        init = _shortened(init, fewer_layers)
+        init = shortened(init, fewer_layers)
     base = bases.build_from_init(init, attn=cfg.model.attn)
     base.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
     bases.check_tokenizer(tokenizer, base)
@@ -444,7 +444,12 @@ def new_base(
     return base, output, tokenizer
 
 
-def _shortened(init: dict[str, Any], fewer: int) -> dict[str, Any]:
+def shortened(init: dict[str, Any], fewer: int) -> dict[str, Any]:
+    """Return ``model.init`` with ``fewer`` layers less, as heads take their place.
+
+    Raises:
+        ConfigError: if their number is not there, or less than two are left.
+    """
     layers = init.get("num_hidden_layers")
     if not isinstance(layers, int):
         raise ConfigError("model.init.num_hidden_layers is missing, which mtp.parity counts from")

@@ -67,7 +67,7 @@ def test_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         ("trian", "did you mean train?"),
         ("tree-serach", "did you mean tree-search?"),
         ("docter", "did you mean doctor?"),
-        ("xyzzy", "there are auto, init, train, generate,"),
+        ("xyzzy", "there are auto, init, plan, train,"),
     ],
 )
 def test_unknown_commands_get_advice(

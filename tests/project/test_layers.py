@@ -17,7 +17,7 @@ draw_layers = load_script("draw_layers")
 COMMANDS = {
     "cli", "auto", "train", "generate", "chat", "serve", "bench", "tree_search", "export",
     "regenerate", "preview", "compare", "doctor", "quality", "spec_bench", "vllm_heads",
-    "torchrun", "init",
+    "torchrun", "init", "plan",
 }  # fmt: skip
 # Lowest first. A part, which is a folder or a module at the root, imports its own layer and the
 # layers before it.

@@ -34,8 +34,8 @@ def test_the_table_says_what_stands_in_the_way() -> None:
     found = need(costs.load_of(costs.LLAMA_7B, "full", tokens=2048), SPREADS["zero0"], 8)
     assert full["zero0"] == f"{found.training / 1e9:.0f} x" and found.training > 80e9
     large = dict(zip(head, (cell.strip() for cell in cells["70B", "frozen"]), strict=True))
-    assert large["zero3"].endswith(" load")  # 138 GB on every rank before they are divided
-    assert large["s/step"] == "-"
+    assert large["zero2"].endswith(" x") and large["zero3"].isdigit()  # loaded piece by piece
+    assert large["s/step"].endswith(" zero3")
     poor = costs.Machine("m", 400e9, 1, 1, 1, host_memory=1e9)
     assert " host " in bench.fits_table(poor)
     assert " x" not in bench.fits_table(costs.Machine("m", 2e12, 1, 1, 1, host_memory=1e12))

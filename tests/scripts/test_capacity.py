@@ -60,8 +60,9 @@ def test_settings_are_read() -> None:
 
 # 1,000 trained numbers and 500 frozen ones; activations 60, logits 40, a matrix of 100 numbers
 FLOAT32 = Load(
-    trained={4: 1000}, frozen=500, frozen_bytes=2000, activations=60, logits=40, formed=400
-)
+    trained={4: 1000}, frozen=500, frozen_bytes=2000, activations=60, logits=40, formed=400,
+    piece=800,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,8 @@ FLOAT32 = Load(
         # halves of: moments and a copy of the weights; weights twice while they are flattened
         (Spread(True, 1, bucket=10), 6000, 4000, 6000, 6000, 2000 + 4000, 10000),
         (Spread(True, 2, bucket=10), 6000, 2000, 6000, 4000, 2000 + 4000, 10000),
-        (Spread(True, 3, bucket=10), 3000, 2000, 4000, 4000, 2000 + 4000, 6000),
+        # its own share, and the largest piece
+        (Spread(True, 3, bucket=10), 3000, 2000, 4000, 4000, 2000 + 4000, 3000 + 800),
     ],
 )
 def test_two_ranks_by_hand(

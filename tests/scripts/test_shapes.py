@@ -15,6 +15,7 @@ from specheads.config import AdapterConfig
 from specheads.models.adapters import add_adapter
 from specheads.models.output import packed_hidden
 from specheads.training.objectives import LMObjective
+from specheads.training.shapes import layer_activations
 from tests.conftest import build_tiny_llama
 from tests.script_modules import load_script
 
@@ -81,7 +82,7 @@ def test_activations_are_what_autograd_keeps(dtype: torch.dtype, lora: bool) -> 
             add_adapter(model, AdapterConfig("lora", rank=3, dropout=0.1))
             options = {"adapter": 4, "rank": 3, "mask": 4}
         found.append(kept_for_backward(model))
-    expected = TOKENS * costs.layer_activations(shape, dtype.itemsize, **options)
+    expected = TOKENS * layer_activations(shape, dtype.itemsize, **options)
     assert found[1] - found[0] == pytest.approx(expected, rel=0.01)
 
 

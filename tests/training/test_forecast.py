@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specheads.config import HeadsConfig, LossConfig
+from specheads.config import ConfigError, HeadsConfig, LossConfig, PlanConfig
+from specheads.config.compose import composed as composed_config
 from specheads.models.base import input_embedding
-from specheads.models.output import output_layer, packed_taps, with_final
-from specheads.training.forecast import operations
-from specheads.training.objectives import HeadsObjective
-from specheads.training.setup import heads_of
+from specheads.models.mtp import MtpHeads
+from specheads.models.output import OutputLayer, output_layer, packed_taps, with_final
+from specheads.system.files import conf_dir
+from specheads.training.engine import Objective, param_groups
+from specheads.training.forecast import forecast, heads_activations, operations, sketch
+from specheads.training.objectives import DraftObjective, HeadsObjective
+from specheads.training.plan import SPREADS, load_of
+from specheads.training.setup import build_draft, heads_of, load_base
 from tests.end_to_end.commands import start
 
 SIZES = {
@@ -63,43 +71,148 @@ def test_what_a_large_base_needs_is_said_from_its_config_alone(
     mlp = 3 * width * SIZES[size]["intermediate_size"]
     attention = 2 * width * width + 2 * width * 1024
     numbers = layers * (mlp + attention + 2 * width) + 2 * 128_256 * width + width
-    assert f"base: {numbers / 1e6:,.0f} M parameters" in said
+    assert f"base {numbers / 1e6:,.1f} M frozen" in said
     taps, each = re.search(r"hidden states: (\d+) taps x ([\d,]+)", said).groups()  # type: ignore[union-attr]
     wanted = {"dspark": 6, "block": 4, "medusa1": 1, "eagle3": 4}[recipe]
     assert (int(taps), int(each.replace(",", ""))) == (wanted, width)
     assert f"{wanted * width * 2:,} bytes per token" in said
-    assert "8 GPUs of 80 GB" in said and "assumed" in said and "online" in said
-    zero2 = re.search(r"zero2 [^;]*", said)
+    assert "8 GPUs of 80 GB" in said and "not predicted" in said and "online" in said
+    zero2 = re.search(r"^ *zero2 .*$", said, re.MULTILINE)
     assert zero2 is not None
-    assert zero2[0].endswith("(too much)") == (size == "llama-70b")
+    assert zero2[0].endswith("too much") == (size == "llama-70b")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_recipe_that_trains_the_base_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A plan that leaves out the base's own gradients says that it fits."""
-    base = described(tmp_path / "base", **SIZES["llama-8b"])
-    settings = f"model={base}", f"hydra.run.dir={tmp_path / 'run'}", "dry_run=true"
-    assert start(monkeypatch, "+recipe=medusa2", *settings) == 2
-    said = capfd.readouterr().err
-    assert "recipe=medusa2 needs model.safetensors there" in said and said.count("\n") == 1
+RECIPES = sorted(path.stem for path in (conf_dir() / "recipe").glob("*.yaml"))
+OWN = {
+    "medusa2": ["adapter=lora", "adapter.rank=2"],
+    "distill": ["draft.hidden=16"],
+    "pretrain": ["model.init.hidden_size=40"],
+}
 
 
-@pytest.mark.parametrize("kind", HEADS)
-def test_operations_are_those_that_torch_counts(kind: str) -> None:
-    """A part of the heads that is counted for no row, or for every row, plans other hours."""
-    torch.manual_seed(0)
-    base = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=6,
-            num_attention_heads=4, num_key_value_heads=2,
+def planned(base: Path, recipe: str, *words: str) -> PlanConfig:
+    """Return the settings of a plan."""
+    given = [f"+recipe={recipe}", f"model.name={base}", *OWN.get(recipe, []), *words]
+    return composed_config("plan", PlanConfig, given)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_planned(recipe: str, tiny_model_dir: Path) -> None:
+    """A recipe that nobody can plan is tried on eight GPUs to find out that it needs sixteen."""
+    found = forecast(planned(tiny_model_dir, recipe), gpus=4)
+    figures = json.loads(json.dumps(found.found()))
+    assert figures["cheapest"] == "zero0" and figures["activations_counted"]
+    assert figures["operations_per_step"] > 0 and figures["seconds_per_step"] is None
+    assert set(figures["stages"]) == {name for name in SPREADS if name != "none"}
+    trained = sum(part["trained"] for part in figures["parameters"].values())
+    zero1 = figures["stages"]["zero1"]
+    assert zero1["gradients"] == 4 * trained and zero1["optimizer"] == 12 * trained / 4
+    assert "not predicted" in str(found) and "0:00:" not in str(found)
+
+
+@pytest.mark.parametrize("recipe", ["medusa1", "medusa2", "mtp_finetune", "distill"])
+def test_a_plan_counts_what_real_weights_take(recipe: str, tiny_model_dir: Path) -> None:
+    """Tensors without memory of another shape or dtype plan another run than is started."""
+    cfg = planned(tiny_model_dir, recipe, "loss.chunk_size=7", "heads.lm_head=own")
+    drawn = sketch(cfg)
+    base, output, tokenizer = load_base(cfg, train_base=recipe == "medusa2")
+    if recipe == "distill":
+        model = build_draft(cfg, base, tokenizer)
+        parts = {"base": base, "draft": model}
+        objective: Objective = DraftObjective(model, base, cfg.draft, cfg.loss)
+        groups = param_groups(cfg.optim, draft=(model, 1.0))
+        output = output_layer(model)
+    else:
+        make = MtpHeads.from_settings if recipe == "mtp_finetune" else heads_of
+        section: Any = cfg.mtp if recipe == "mtp_finetune" else cfg.heads
+        heads: Any = make(section, base, output)
+        parts = {"base": base, "heads": heads}
+        tuned = recipe == "medusa2"
+        objective = HeadsObjective(base, heads, cfg.loss, train_base=tuned, output=output)
+        learning = {"base": (base, 1.0)} if tuned else {}
+        groups = param_groups(cfg.optim, heads=(heads, 1.0), **learning)
+    for spread in SPREADS.values():
+        real = load_of(objective, groups, parts, output.weight, cfg, spread)
+        assert (
+            load_of(drawn.objective, drawn.groups, drawn.parts, drawn.output, cfg, spread) == real
         )
-    ).requires_grad_(False)  # fmt: skip
-    output = output_layer(base)
-    heads = heads_of(HeadsConfig(num_heads=3, **HEADS[kind]), base, output)
-    heads.init_from_output(output.weight)
-    rows, length = 2, 128
+
+
+def test_the_cheapest_that_fits_is_named(tmp_path: Path) -> None:
+    """A plan that names what does not fit, or more communication than is needed, costs a night."""
+    base = described(tmp_path / "base", **SIZES["llama-8b"])
+    cfg = planned(base, "medusa2", "model.dtype=bfloat16", "adapter=none", "data.rows=1")
+    chosen = [forecast(cfg, memory=memory).cheapest for memory in (3e11, 1e11, 5e10, 4e10, 1e10)]
+    assert chosen == ["zero0", "zero1", "zero2", "zero3", ""]
+    assert forecast(cfg, gpus=1, memory=3e11).cheapest == "none"
+    assert "none fits: the least is" in str(forecast(cfg, memory=1e10))
+
+
+def test_time_is_predicted_for_a_rate_alone(tiny_model_dir: Path) -> None:
+    """Hours that rest on a rate which nobody gave are taken for a promise."""
+    found = forecast(planned(tiny_model_dir, "medusa1", "steps=10"), gpus=2, flops=1e9)
+    figures = found.found()
+    assert figures["seconds_per_step"] == figures["operations_per_step"] / 1e9
+    assert figures["regenerate_seconds"] == figures["regenerate_operations"] / 2e9
+    assert "at flops=1e+09 of each GPU, as given" in str(found)
+
+
+def test_packed_weights_are_counted_as_packed(tiny_model_dir: Path) -> None:
+    """A base of four bits planned as one of sixteen is refused a GPU that would do."""
+    words = "adapter=lora", "model.dtype=bfloat16"
+    plain = forecast(planned(tiny_model_dir, "medusa2", *words), gpus=1)
+    packed = forecast(planned(tiny_model_dir, "medusa2", *words, "model.quantization=nf4"), gpus=1)
+    linear = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)  # two layers of the tiny Llama
+    saved = plain.needs["none"].weights - packed.needs["none"].weights
+    assert saved == pytest.approx(linear * (2 - 0.5 - 1 / 64), rel=0.01)
+    assert "zero3" not in packed.needs and packed.drawn.parameters == plain.drawn.parameters
+
+
+def test_a_recipe_of_the_users_own_is_not_guessed_at(tiny_model_dir: Path) -> None:
+    """A file that trains something else would be planned as heads on a frozen base."""
+    cfg = replace(planned(tiny_model_dir, "medusa1"), recipe="mine.py")
+    with pytest.raises(ConfigError, match="recipe=mine.py trains what its own code says"):
+        forecast(cfg)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["recipe=medusa1", "gpus=0"], "gpus must be at least 1, got 0"),
+        (["recipe=medusa1", "model=/no/such"], "model.name=/no/such: there is no such folder"),
+        (["recipe=nope"], "Could not find 'recipe/nope'"),
+        ([], "choose a recipe: recipe=block|"),
+        (["recipe=medusa1", "gpu=1"], "unknown key gpu; did you mean gpus?"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(
+    words: list[str],
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A mistake in a plan ends in a traceback of transformers."""
+    assert start(monkeypatch, *words, command="plan") == 2
+    said = capsys.readouterr().err
+    assert line in said and said.count("\n") == 1
+
+
+def small_base(hidden: int, intermediate: int) -> tuple[LlamaForCausalLM, OutputLayer]:
+    """Return a frozen Llama of six layers, and its output layer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    base = LlamaForCausalLM(config).requires_grad_(False)
+    return base, output_layer(base)
+
+
+def on_stored(
+    base: LlamaForCausalLM, output: OutputLayer, heads: Any, rows: int, length: int
+) -> tuple[HeadsObjective, dict[str, torch.Tensor]]:
+    """Return the objective of heads on stored hidden states, and a batch of them."""
     ids = torch.randint(256, (rows, length))
     positions = torch.arange(length).expand(rows, -1)
     final, tapped = packed_taps(base, ids, positions, heads.taps)
@@ -112,6 +225,17 @@ def test_operations_are_those_that_torch_counts(kind: str) -> None:
         None, heads, LossConfig(), train_base=False, output=output,
         embed=lambda tokens: input_embedding(base)[tokens],
     )  # fmt: skip
+    return objective, batch
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_operations_are_those_that_torch_counts(kind: str) -> None:
+    """A part of the heads that is counted for no row, or for every row, plans other hours."""
+    base, output = small_base(64, 160)
+    heads = heads_of(HeadsConfig(num_heads=3, **HEADS[kind]), base, output)
+    heads.init_from_output(output.weight)
+    rows, length = 2, 128
+    objective, batch = on_stored(base, output, heads, rows, length)
 
     def added(into: Any, one: Any, other: Any, **_: Any) -> int:
         return int(2 * one[0] * one[1] * other[1])  # as torch counts the others: shapes come in
@@ -122,3 +246,35 @@ def test_operations_are_those_that_torch_counts(kind: str) -> None:
     attention = sum(n for op, n in counted.items() if "attention" in str(op) or "bmm" in str(op))
     products = sum(counted.values()) - attention
     assert operations(heads, rows, length) == pytest.approx(products, rel=0.3)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_activations_of_heads_are_about_what_is_kept(kind: str) -> None:
+    """Heads that attend keep more than their base's last layer: left out, a plan does not fit."""
+    base, output = small_base(512, 1376)
+    heads = heads_of(HeadsConfig(num_heads=3, **HEADS[kind]), base, output)
+    heads.init_from_output(output.weight)
+    rows, length = 2, 256
+    objective, batch = on_stored(base, output, heads, rows, length)
+    weights = {p.untyped_storage().data_ptr() for p in (*heads.parameters(), *base.parameters())}
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        objective(batch)
+    places = rows * min(heads.anchors or length, length)
+    # the fused loss has formed these
+    gradients = 4 * 3 * places * heads.hidden_size
+    # a head's layers are made again in backward
+    again = [p.shape for p in heads.parameters() if p.dim() == 2 and heads.num_layers]
+    largest = (
+        4 * rows * length * max((sum(shape) for shape in again if 256 not in shape), default=0)
+    )
+    told = heads_activations(heads, rows, length, 4)
+    found = sum(storage.nbytes() for storage in kept.values()) + gradients + largest
+    assert told == pytest.approx(found, rel=0.35)
