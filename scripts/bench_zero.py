@@ -32,6 +32,7 @@ import harness
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 from zero_costs import (
     A100_OF_8,
     ADAM_TRAFFIC,
@@ -45,18 +46,30 @@ from zero_costs import (
     seconds,
 )
 
-from specheads.config import DataConfig, ModelConfig, TrainConfig
+from specheads.config import ConfigError, TrainConfig
+from specheads.config.compose import composed
+from specheads.models.adapters import add_adapter
+from specheads.models.output import output_layer
 from specheads.system import dist, hardware
-from specheads.training.engine import Spread, param_groups
+from specheads.training.deepspeed_engine import need_compiler
+from specheads.training.engine import Objective, Spread, param_groups
+from specheads.training.forecast import forecast
 from specheads.training.loop import open_engine
-from specheads.training.objectives import LMObjective
+from specheads.training.objectives import HeadsObjective, LMObjective
 from specheads.training.plan import RESERVED, SPREADS, need
+from specheads.training.setup import heads_of
 
 SMALL = 65_536  # bytes; tensors below are not told apart
 PATIENCE = 900  # seconds for one measurement
 NUMBERS = 4_000_000  # of the tensor with which Adam and the link are timed
 KINDS = ("frozen", "lora", "full")
 BASES = {"7B": LLAMA_7B, "13B": LLAMA_13B, "70B": LLAMA_70B}
+# kind -> the recipe that trains so, and what is set beside it
+RECIPES = {
+    "frozen": ("+recipe=medusa1", "heads=medusa", "heads.lm_head=own", "features.dir="),
+    "lora": ("+recipe=medusa2", "heads=medusa", "heads.lm_head=own", "adapter=lora"),
+    "full": ("+recipe=pretrain", "tokenizer=byte", "data.growth=[]", "evaluate.every=0"),
+}
 
 
 @dataclass
@@ -65,7 +78,9 @@ class Settings:
 
     Attributes:
         table: print what fits, measure nothing
-        stages: -1: plain torch in one process
+        kinds: frozen: heads on a frozen base; lora: and its adapter; full: the base alone, whole
+        stages: values of deepspeed; none: plain torch in one process; those with offload are left
+            out where there is no compiler
         hidden: a multiple of 64
         rows: of a micro-batch
         bucket: numbers; 5e8 in DeepSpeed
@@ -75,7 +90,8 @@ class Settings:
     """
 
     table: bool = False
-    stages: tuple[int, ...] = (-1, 0, 1, 2, 3)
+    kinds: tuple[str, ...] = KINDS
+    stages: tuple[str, ...] = tuple(SPREADS)
     ranks: int = 2
     hidden: int = 512
     intermediate: int = 1408
@@ -89,18 +105,52 @@ class Settings:
     out: Path | None = None
 
 
-def run_config(given: Settings, stage: int, run_dir: str) -> TrainConfig:
-    """Return the settings of a run under ``stage``; -1 is plain torch."""
-    zero = {
-        "stage": stage,
-        "reduce_bucket_size": given.bucket,
-        "stage3_max_live_parameters": given.bucket,
-        "stage3_max_reuse_distance": given.bucket,
-        "stage3_prefetch_bucket_size": given.bucket // 4,
+def sizes_of(given: Settings) -> dict[str, Any]:
+    """Return the config of the model that is measured."""
+    return {
+        "vocab_size": given.vocab,
+        "hidden_size": given.hidden,
+        "intermediate_size": given.intermediate,
+        "num_hidden_layers": given.layers,
+        "num_attention_heads": given.hidden // 64,
+        "num_key_value_heads": given.hidden // 64,
+        "tie_word_embeddings": False,
     }
-    data, model = DataConfig(rows=given.rows, seq_len=given.seq_len), ModelConfig(dtype="float32")
-    engine = {} if stage < 0 else {"zero_optimization": zero}
-    return TrainConfig(run_dir=run_dir, model=model, data=data, deepspeed=engine)
+
+
+def run_config(given: Settings, kind: str, stage: str, folder: str) -> TrainConfig:
+    """Return the settings of a run; its base is described in ``folder``.
+
+    Args:
+        given: the sizes.
+        kind: one of ``RECIPES``.
+        stage: a value of ``deepspeed``.
+        folder: where ``config.json`` of the base is, or will be.
+    """
+    words = [
+        *RECIPES[kind],
+        *(f"run_dir={folder}", f"deepspeed={stage}", "optim=adamw", "model.dtype=float32"),
+        *("device=cpu", "autocast=none", f"data.rows={given.rows}"),
+        *(f"data.seq_len={given.seq_len}", f"loss.chunk_size={max(256, 2**22 // given.vocab)}"),
+    ]
+    if kind == "full":
+        words += [f"model.init.{key}={value}" for key, value in sizes_of(given).items()]
+    else:
+        words += [f"model.name={folder}"]
+    if stage != "none":
+        zero = {
+            "reduce_bucket_size": given.bucket,
+            "stage3_max_live_parameters": given.bucket,
+            "stage3_max_reuse_distance": given.bucket,
+            "stage3_prefetch_bucket_size": given.bucket // 4,
+        }
+        words += [f"+deepspeed.zero_optimization.{key}={value}" for key, value in zero.items()]
+    return composed("train", TrainConfig, words)
+
+
+def describe_base(given: Settings, folder: str) -> None:
+    """Write ``config.json`` of the model that is measured, and nothing else."""
+    LlamaConfig(**sizes_of(given)).save_pretrained(folder)
 
 
 def storages(tensors: Iterable[Any]) -> dict[int, int]:
@@ -151,22 +201,34 @@ def live_tensors(engine: Any, model: torch.nn.Module) -> dict[str, int]:
 class Work:
     """One rank's training: model, engine and a batch that never changes."""
 
-    def __init__(self, given: Settings, stage: int, run_dir: str) -> None:
-        more = {"intermediate_size": given.intermediate, "use_cache": False}
-        self.model = harness.llama(given.vocab, given.hidden, given.layers, **more)
-        self.cfg = run_config(given, stage, run_dir)
-        self.objective = LMObjective(self.model)
-        rows, length = given.rows, given.seq_len
+    def __init__(self, given: Settings, kind: str, stage: str, folder: str) -> None:
+        self.cfg = cfg = run_config(given, kind, stage, folder)
+        torch.manual_seed(0)
+        self.model = LlamaForCausalLM(LlamaConfig(**sizes_of(given), use_cache=False))
+        self.objective: Objective = LMObjective(self.model)
+        learning: dict[str, tuple[torch.nn.Module, float]] = {"base": (self.model, 1e-5)}
+        if kind != "full":
+            if kind == "lora":
+                add_adapter(self.model, cfg.adapter)
+            output = output_layer(self.model)
+            heads = heads_of(cfg.heads, self.model, output)
+            tuned = kind == "lora"
+            self.objective = HeadsObjective(
+                self.model, heads, cfg.loss, train_base=tuned, output=output
+            )
+            learning = {"heads": (heads, 1e-5)} | (learning if tuned else {})
+        self.groups = param_groups(cfg.optim, **learning)
+        rows, length, heads_too = given.rows, given.seq_len, self.objective.num_heads
         generator = torch.Generator().manual_seed(dist.rank())
         ids = torch.randint(given.vocab, (rows, length), generator=generator)
-        num_valid = torch.tensor([float(dist.world_size() * rows * (length - 1))])
-        self.batch: dict[str, Any] = {**harness.batch_of(ids), "num_valid": num_valid}
+        all_rows = dist.world_size() * rows
+        valid = [float(all_rows * (length - 1 - ahead)) for ahead in range(heads_too + 1)]
+        self.batch: dict[str, Any] = {**harness.batch_of(ids), "num_valid": torch.tensor(valid)}
         self.engine: Any = None
 
     def open(self) -> None:
         """Wrap the objective as a run does."""
-        groups = param_groups(self.cfg.optim, base=(self.model, 1e-5))
-        self.engine = open_engine(self.objective, groups, self.cfg)
+        self.engine = open_engine(self.objective, self.groups, self.cfg)
 
     def backward(self) -> None:
         """Run forward and backward of the micro-batch."""
@@ -182,7 +244,7 @@ class Work:
         """Forward and backward without any engine."""
         loss, _ = self.objective(self.batch)
         loss.backward()
-        for parameter in self.model.parameters():
+        for parameter in self.objective.parameters():
             parameter.grad = None
 
 
@@ -197,29 +259,29 @@ def clock(run: Callable[[], Any], repeats: int) -> list[float]:
     return found[1:]
 
 
-def measure_memory(given: Settings, stage: int, run_dir: str) -> dict[str, Any]:
+def measure_memory(given: Settings, kind: str, stage: str, folder: str) -> dict[str, Any]:
     """Return peak resident memory above the libraries' own, and live tensors by kind."""
     # code that is loaded with its first use is not the model's
     toy = replace(given, hidden=64, intermediate=64, layers=1, vocab=64, seq_len=8)
-    Work(toy, -1, run_dir).plain()
+    Work(toy, kind, "none", folder).plain()
     gc.collect()
     hardware.peak_memory(harness.CPU, reset=True)
     loaded = hardware.peak_memory(harness.CPU)
-    work = Work(given, stage, run_dir)
+    work = Work(given, kind, stage, folder)
     work.open()
     found = {"peak_loading": hardware.peak_memory(harness.CPU) - loaded}
     for _ in range(2):  # the optimizer's state comes into being with the first
         hardware.peak_memory(harness.CPU, reset=True)
         work.backward()
         found["peak_backward"] = hardware.peak_memory(harness.CPU) - loaded
-        alive = live_tensors(work.engine, work.model)
+        alive = live_tensors(work.engine, work.objective)
         work.engine.step(1.0)
     return {"peak": hardware.peak_memory(harness.CPU) - loaded, **found, "alive": alive}
 
 
-def measure_time(given: Settings, stage: int, run_dir: str) -> dict[str, Any]:
+def measure_time(given: Settings, kind: str, stage: str, folder: str) -> dict[str, Any]:
     """Return seconds of steps, and this machine's speeds without DeepSpeed."""
-    work = Work(given, stage, run_dir)
+    work = Work(given, kind, stage, folder)
     plain = clock(work.plain, given.repeats)
     flat = torch.zeros(NUMBERS, requires_grad=True)
     flat.grad = torch.ones_like(flat)
@@ -240,7 +302,7 @@ def measure_time(given: Settings, stage: int, run_dir: str) -> dict[str, Any]:
     }
 
 
-def worker(given: dict[str, Any], stage: int, what: str, folder: str) -> None:
+def worker(given: dict[str, Any], kind: str, stage: str, what: str, folder: str) -> None:
     """Measure one thing on this rank and write it."""
     settings = Settings(**given)
     hardware.pin_threads(settings.threads)
@@ -249,25 +311,29 @@ def worker(given: dict[str, Any], stage: int, what: str, folder: str) -> None:
         import deepspeed
 
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+        if stage.endswith("offload"):
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            DeepSpeedCPUAdam([torch.zeros(8, requires_grad=True)]).step()
     torch.mm(torch.ones(256, 256), torch.ones(256, 256))
     measure = {"memory": measure_memory, "time": measure_time}[what]
-    found = measure(settings, stage, folder)
+    found = measure(settings, kind, stage, folder)
     Path(folder, f"rank{dist.rank()}.json").write_text(json.dumps(found))
     dist.shutdown()
 
 
-def on_ranks(given: Settings, stage: int, what: str) -> list[dict[str, Any]]:
+def on_ranks(given: Settings, kind: str, stage: str, what: str) -> list[dict[str, Any]]:
     """Start the ranks, wait, and return what each of them measured.
 
     Raises:
         SystemExit: with what they printed, if one fails or they take too long.
     """
-    world = given.ranks if stage >= 0 else 1
+    world = given.ranks if stage != "none" else 1
     environ = {**os.environ, "OMP_NUM_THREADS": str(given.threads), "PYTHONPATH": str(harness.ROOT)}
     environ |= harness.RETURNING if what == "memory" else {}
     launcher = ["-m", "specheads.torchrun", "--standalone", f"--nproc-per-node={world}"]
     with tempfile.TemporaryDirectory() as folder:
-        job = json.dumps([{**vars(given), "out": None}, stage, what, folder])
+        job = json.dumps([{**vars(given), "out": None}, kind, stage, what, folder])
         process = subprocess.Popen(
             [sys.executable, *launcher, harness.__file__, "bench_zero", "worker", job],
             env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -278,7 +344,7 @@ def on_ranks(given: Settings, stage: int, what: str) -> list[dict[str, Any]]:
             process.terminate()  # the launcher ends its ranks
             said = process.communicate()[0]
         if process.returncode:
-            raise SystemExit(f"stage {stage}, {what}: a rank failed\n{said[-6000:]}")
+            raise SystemExit(f"{kind}, {stage}, {what}: a rank failed\n{said[-6000:]}")
         return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world)]
 
 
@@ -287,57 +353,69 @@ def shape_of(given: Settings) -> Shape:
     return Shape(given.hidden, given.layers, given.intermediate, given.hidden, given.vocab)
 
 
-def load(given: Settings) -> Brought:
-    """Return what the measured model brings to a rank."""
+def load(given: Settings, kind: str) -> Brought:
+    """Return what the measured model brings to a rank, for the arithmetic and the traffic of it."""
     return load_of(
         shape_of(given),
-        "full",
+        kind,
         tokens=given.rows * given.seq_len,
         seq_len=given.seq_len,
         size=4,
-        num_heads=0,
-        own_heads=False,
+        num_heads=0 if kind == "full" else 4,
+        own_heads=kind != "full",
         checkpointed=False,
-        chunk=max(256, 2**23 // given.vocab),
     )
 
 
-def predict(given: Settings, stage: int, machine: Machine | None) -> dict[str, Any]:
-    """Return what the cost model says of a stage."""
-    world = given.ranks if stage >= 0 else 1
-    spread = Spread.from_config(run_config(given, stage, "").deepspeed)
-    found = need(load(given), spread, world, temporaries=2)
-    told: dict[str, Any] = {"peak": found.training, "states": found.states}
+def predict(given: Settings, kind: str, stage: str, machine: Machine | None) -> dict[str, Any]:
+    """Return what ``specheads plan`` says of a stage, and of time what the cost model does."""
+    world = given.ranks if stage != "none" else 1
+    with tempfile.TemporaryDirectory() as folder:
+        describe_base(given, folder)
+        cfg = run_config(given, kind, stage, folder)
+        needs = forecast(cfg, gpus=world).needs
+    spread = Spread.from_config(cfg.deepspeed)
+    found = needs["none" if stage == "none" else "as set"]
+    # a processor's memory is the host's
+    told: dict[str, Any] = {"peak": found.training + found.host, "states": found.states}
     told |= {key: value for key, value in vars(found).items() if value}
     if machine:
-        times = seconds(load(given), spread, world, machine)
-        told |= {"seconds": times.total, "flops": load(given).flops}
+        times = seconds(load(given, kind), spread, world, machine)
+        told |= {"seconds": times.total, "flops": load(given, kind).flops}
         told |= {f"seconds_{key}": value for key, value in asdict(times).items()}
     return told
 
 
 def speeds(given: Settings, rows: list[dict[str, Any]]) -> Machine | None:
     """Return this machine's speeds, medians over all processes that measured them."""
-    timed = [rank for row in rows for rank in row.get("times", []) if row["stage"] >= 0]
+    timed = [rank for row in rows for rank in row.get("times", []) if row["stage"] != "none"]
     if not timed:
         return None
     names = ("plain_seconds", "link_bytes_per_second", "adam_bytes_per_second")
     plain, link, adam = (statistics.median(rank[name] for rank in timed) for name in names)
-    return Machine("this machine", 0, load(given).flops / plain, link, bandwidth=adam)
+    flops = load(given, rows[0]["kind"]).flops / plain
+    # Adam for offload runs on the same processor
+    return Machine(
+        "this machine", 0, flops, link, bandwidth=adam, host_link=adam, host_bandwidth=adam
+    )
 
 
 def summarise(given: Settings, rows: list[dict[str, Any]]) -> None:
     """Add the medians, the prediction and their ratio to every row."""
-    machine = speeds(given, rows)
+    machines = {
+        kind: speeds(given, [row for row in rows if row["kind"] == kind])
+        for kind in dict.fromkeys(row["kind"] for row in rows)
+    }
     for row in rows:
-        row["predicted"] = told = predict(given, row["stage"], machine)
+        machine = machines[row["kind"]]
+        row["predicted"] = told = predict(given, row["kind"], row["stage"], machine)
         row["peak"] = max(rank["peak"] for rank in row["memory"])
         row["states"] = max(sum(rank["alive"].values()) for rank in row["memory"])
         row["peak_ratio"] = told["peak"] / row["peak"]
         if "times" in row:  # a step is over when its last rank is
             steps = zip(*(rank["seconds"] for rank in row["times"]), strict=True)
             row["seconds"] = statistics.median(map(max, steps))
-            if machine and row["stage"] >= 0:
+            if machine and row["stage"] != "none":
                 row["seconds_ratio"] = told["seconds"] / row["seconds"]
 
 
@@ -378,13 +456,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.table:
         print(fits_table())
         return
+    stages = list(given.stages)
+    try:
+        need_compiler()
+    except ConfigError as error:
+        stages = [stage for stage in stages if not stage.endswith("offload")]
+        print(f"without offload: {error}", file=sys.stderr)
     print(f"{shape_of(given).parameters / 1e6:.1f} M parameters, {given.ranks} ranks")
     rows: list[dict[str, Any]] = []
-    for stage in given.stages:
-        rows.append({"stage": stage, "memory": on_ranks(given, stage, "memory")})
-        if given.repeats:
-            rows[-1]["times"] = on_ranks(given, stage, "time")
-        print(f"stage {stage} measured", file=sys.stderr, flush=True)
+    for kind in given.kinds:
+        for stage in stages:
+            memory = on_ranks(given, kind, stage, "memory")
+            rows.append({"kind": kind, "stage": stage, "memory": memory})
+            if given.repeats:
+                rows[-1]["times"] = on_ranks(given, kind, stage, "time")
+            print(f"{kind}, {stage} measured", file=sys.stderr, flush=True)
     summarise(given, rows)
     harness.publish(given, rows)
 

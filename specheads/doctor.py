@@ -6,6 +6,9 @@ for, and the command that adds it. Exit code 1: something is missing that nothin
 ``python -m specheads.doctor model=<folder or name>`` looks at a model, one line per finding, each
 checked on the model itself. Exit code 0: trees, or at least chains, give what plain decoding gives.
 1: the model is refused, or something was found that must be mended.
+
+``torchrun --nproc-per-node 2 -m specheads.doctor``, or any other launcher, looks at all ranks: a
+row for each, and in what they differ. Exit code 1: a rank is missing, or not like the others.
 """
 
 from __future__ import annotations
@@ -18,11 +21,17 @@ from pathlib import Path
 
 from specheads.config import ConfigError, DoctorConfig, RunError
 from specheads.config.main import answer, answers_json, hydra_main
+from specheads.system import dist
+from specheads.system.launch import read_launcher
 
 
 @answers_json
 def run(config: DoctorConfig) -> None:
     """Examine, print."""
+    read_launcher()
+    if dist.world_size() > 1:
+        examine_ranks(config)
+        return
     if config.model:
         examine_model(config)
         return
@@ -54,6 +63,26 @@ def examine_installation() -> None:
         raise RunError(f"nothing works without {', '.join(wrong)}: see the commands above")
     rest = f"; without {', '.join(wanting)}" if wanting else ", and nothing is missing"
     print(f"{'verdict':<15} works{rest}")
+
+
+def examine_ranks(config: DoctorConfig) -> None:
+    """Print, on rank 0, what every rank of the launcher finds where it runs.
+
+    Raises:
+        RunError: if one does not answer, is not like the others, or finds no model.
+    """
+    from specheads.measure import ranks
+
+    own = ranks.look(config.model, config.revision, config.device)
+    found, wrong = ranks.gather(own, config.dist_timeout)
+    if not dist.is_main():
+        return
+    for line in ranks.table(found):
+        print(line)
+    answer({"ranks": list(map(asdict, found)), "wrong": wrong, "ok": not wrong})
+    if wrong:
+        raise RunError("; ".join(wrong))
+    print(f"{'verdict':<15} {len(found)} ranks answered, and are alike")
 
 
 def examine_model(config: DoctorConfig) -> None:

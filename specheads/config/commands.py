@@ -409,6 +409,7 @@ class DoctorConfig(SpreadSettings, JsonSettings):
     revision: str | None = None
     attn: str = "auto"  # auto: sdpa where the model has it
     trust_remote_code: bool = False
+    dist_timeout: float = at_least(1, 60.0)  # seconds that a rank of a launcher may take to answer
 
 
 @dataclass

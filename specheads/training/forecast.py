@@ -287,7 +287,7 @@ def _decoder(
     size = _size(cfg, str(next(model.parameters()).dtype))
     found = decoder_activations(
         shape, size, trained=trained, adapter=size if lora else 0, rank=cfg.adapter.rank,
-        checkpointed=cfg.model.gradient_checkpointing,
+        checkpointed=cfg.model.gradient_checkpointing, mask=4 if cfg.device == "cpu" else 1,
     )  # fmt: skip
     return cfg.data.rows * cfg.data.seq_len * found
 
@@ -511,7 +511,8 @@ def forecast(
         if spread.stage == 3 and cfg.model.quantization != "none":
             continue  # ZeRO-3 cannot spread quantised weights
         load = load_of(drawn.objective, drawn.groups, drawn.parts, drawn.output, cfg, spread)
-        needs[name] = need(replace(load, activations=drawn.activations or 0.0), spread, gpus)
+        load = replace(load, activations=drawn.activations or 0.0)
+        needs[name] = need(load, spread, gpus, temporaries=2 if cfg.device == "cpu" else 1)
     if gpus == 1 and not cfg.deepspeed:
         own = sum(optimizer_bytes(group, cfg) for group in drawn.groups)
         needs["none"] = replace(needs["none"], optimizer=float(own))
