@@ -176,6 +176,7 @@ def live_tensors(engine: Any, model: torch.nn.Module) -> dict[str, int]:
     parameters = list(model.parameters())
     weights = storages([*parameters, *(getattr(p, "ds_tensor", None) for p in parameters)])
     stepped = [p for group in basic.param_groups for p in group["params"]]
+    stepped += getattr(outer, "fp32_partitioned_groups_flat", [])  # stage 3 steps each in its turn
     moments = [value for state in basic.state.values() for value in state.values()]
     gradients: list[Any] = [p.grad for p in (*parameters, *stepped)]
     gradients += [getattr(p, "grad_accum", None) for p in parameters]

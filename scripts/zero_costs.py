@@ -97,7 +97,13 @@ def load_of(shape: Shape, kind: str, **options: Any) -> Brought:
         accumulation=work.accumulation,
         flops=work.tokens * _flops_per_token(shape, work),
         outer=matrix * (1 + full + (work.num_heads if work.own_heads else 0)),  # an embedding, too
-        piece=float(size * max(shape.layer_matrices + 2 * d, matrix)),
+        held=0
+        if kind == "frozen"
+        else shape.layer_matrices * (1 if work.checkpointed else shape.layers),
+        small=2 * shape.layers * d,
+        largest=matrix,
+        layers=float(size * shape.layers * (shape.layer_matrices + 2 * d)),
+        piece=float(size * (shape.layer_matrices + 2 * d)),
         gathers=1 if kind == "frozen" else 2,
     )
 

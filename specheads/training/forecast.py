@@ -419,7 +419,7 @@ class Forecast:
         head = ["deepspeed", "weights", "gradients", "optimizer", "communication", "activations"]
         lines = [[*head, "a step's peak", "while loading", "main memory", ""]]
         for name, each in self.needs.items():
-            active = each.activations + each.logits + each.formed
+            active = each.activations + each.logits + each.formed + each.held
             parts = (
                 each.weights, each.gradients, each.optimizer, each.buckets + each.gathered, active,
                 each.training, each.loading, each.host,

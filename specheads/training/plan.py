@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from specheads.config import TrainConfig
 from specheads.data.pack import GrowingBatches, PackedBatches
 from specheads.data.teacher_cache import readable
 from specheads.losses.fused import rows_at_once
 from specheads.models.forward import undisturbed
+from specheads.models.output import layers_of
 from specheads.system import dist
 from specheads.system.hardware import peak_memory
 from specheads.training.checkpoints import same_random_state
@@ -37,6 +39,7 @@ from specheads.training.setup import Data
 RESERVED = 6e9  # bytes of a GPU for CUDA's context, NCCL and fragmentation: assumed, not measured
 FLATTENED = 500_000_000  # numbers that stage 0 copies together to reduce them, whatever is set
 SUB_GROUP = 1_000_000_000  # numbers that stage 3 steps at one time
+SMALL = 100_000  # DeepSpeed's stage3_param_persistence_threshold
 TIMED = 3  # micro-batches, after one that warms up
 
 Parts = Mapping[str, nn.Module]  # of a run: base, heads, draft
@@ -65,8 +68,12 @@ class Load:
         accumulation: micro-batches per step.
         outer: numbers that stage 3 keeps whole for the length of a pass: the matrices that the
             objective itself reads.
-        piece: bytes of the largest part that is loaded whole before stage 3 divides it: one layer,
-            or an embedding.
+        held: numbers of linear layers through which gradients flow: under stage 3 autograd keeps
+            their gathered weights from forward until backward comes to them.
+        small: numbers of tensors below stage 3's ``param_persistence_threshold``, kept whole.
+        largest: numbers of the largest parameter that is trained.
+        layers: bytes of layers that are loaded in parts under stage 3.
+        piece: bytes of the largest of them, which is whole while it has its turn.
     """
 
     trained: Mapping[int, int]
@@ -77,6 +84,10 @@ class Load:
     formed: float = 0.0
     accumulation: int = 1
     outer: int = 0
+    held: int = 0
+    small: int = 0
+    largest: int = 0
+    layers: float = 0.0
     piece: float = 0.0
 
     @property
@@ -103,10 +114,11 @@ class Need:
         activations: what is kept for backward, as in :class:`Load`.
         logits: the logits that exist at one time, as in :class:`Load`.
         formed: gradients that exist when backward begins.
+        held: gathered weights that exist then beside ``gathered``, as in :class:`Load`.
         reducing: gradients and their copies when backward ends.
         stepping: gradients, their copies and Adam's temporaries in the optimizer.
-        loading: peak before training: every rank loads the whole model, under stage 3 its share and
-            one piece after the other.
+        loading: peak before training: every rank loads the whole model, under stage 3 its share of
+            the layers, one of them whole, and what is outside of them.
         host: bytes of the host's memory for this rank.
     """
 
@@ -118,6 +130,7 @@ class Need:
     activations: float
     logits: float
     formed: float
+    held: float
     reducing: float
     stepping: float
     loading: float
@@ -131,7 +144,7 @@ class Need:
     @property
     def training(self) -> float:
         """The peak of a step: where backward begins, where it ends, or in the optimizer."""
-        computing = self.activations + self.logits + self.formed
+        computing = self.activations + self.logits + self.formed + self.held
         fixed = self.weights + self.optimizer + self.buckets + self.gathered
         return fixed + max(computing, self.reducing, self.stepping)
 
@@ -150,9 +163,11 @@ def optimizer_per_number(size: int, name: str, spread: Spread) -> int:
 
     AdamW keeps two numbers in the parameter's dtype, its 8-bit form two bytes, Muon one number.
     DeepSpeed keeps float32 moments and a float32 copy of the weights; of float32 weights too in
-    stages 1 and 2 (its partition is a clone) and where it offloads them.
+    stages 1 to 3. Its partition is a clone in stages 1 and 2; stage 3 means to do without one, but
+    compares a ``torch.device`` with a name, which are never equal (``_create_fp32_partitions`` of
+    DeepSpeed 0.19.8).
     """
-    if spread.deepspeed and (size < 4 or spread.stage in (1, 2) or spread.offload_optimizer):
+    if spread.deepspeed and (size < 4 or spread.stage):
         return 12
     if name == "muon":
         return size
@@ -166,7 +181,8 @@ def need(load: Load, spread: Spread, world: int, *, temporaries: int = 1) -> Nee
         load: what the run brings.
         spread: its DeepSpeed settings.
         world: the number of ranks.
-        temporaries: copies that Adam makes of what it steps at one time: 1 on a GPU, 2 on a CPU.
+        temporaries: copies that Adam makes of what it steps at one time: 1 on a GPU; 2 on a CPU,
+            where gloo also copies all that a step gathers.
     """
     stage, numbers, whole = spread.stage, load.numbers, load.trained_bytes
     size = max(load.trained, default=4)
@@ -179,7 +195,8 @@ def need(load: Load, spread: Spread, world: int, *, temporaries: int = 1) -> Nee
     weights = (whole + load.frozen_bytes) / (world if stage >= 3 else 1)
     loading = load.frozen_bytes + whole * (2 if stage in (1, 2) else 1)  # flattened in a copy
     if stage == 3:
-        loading = load.piece + (0.0 if spread.offload_parameters else weights)
+        part = 0.0 if spread.offload_parameters else load.layers / world
+        loading += load.piece + part - load.layers
     # a first micro-batch's gradients come as its activations go; later ones find them there
     formed = load.formed + (gradients if load.accumulation > 1 else 0.0)
     reducing = gradients + load.formed * (load.accumulation > 1)
@@ -194,21 +211,28 @@ def need(load: Load, spread: Spread, world: int, *, temporaries: int = 1) -> Nee
     host = 0.0
     if spread.offload_optimizer:  # with float32 gradients, and a buffer to copy weights from
         host += optimizer + (4 + size) * share
-        optimizer = gradients = stepping = 0.0  # gradients leave bucket by bucket
+        optimizer = gradients = 0.0  # gradients leave bucket by bucket
         reducing, formed = 0.0, load.formed
+        # what stage 2 gathers at the end of a step
+        stepping = whole if temporaries > 1 and stage < 3 else 0.0
     if spread.offload_parameters:
         host += weights
         weights = 0.0
-    buckets = gathered = 0.0
+    buckets = gathered = held = 0.0
     if spread.deepspeed and stage:
         buckets = float(size * spread.bucket * (2 if spread.overlap and stage < 3 else 1))
-    if stage == 3:  # whole weights: recent ones, those fetched ahead, and outer ones
+    if spread.offload_optimizer and stage < 3:  # a gradient on its way, at both ends
+        buckets += size * load.largest
+        host += size * load.largest
+    if stage == 3:  # whole weights: recent ones, those fetched ahead, outer and small ones
         everything = numbers + load.frozen
         width = (whole + load.frozen_bytes) / everything
-        gathered = width * min(everything, spread.max_live + spread.prefetch + load.outer)
+        recent = spread.max_live + spread.prefetch
+        gathered = width * min(everything, recent + load.outer + load.small)
+        held = width * max(0, min(load.held, everything - load.outer) - recent)
     return Need(
         weights, gradients, optimizer, buckets, gathered, load.activations, load.logits,
-        formed, reducing, stepping, loading, host,
+        formed, held, reducing, stepping, loading, host,
     )  # fmt: skip
 
 
@@ -348,9 +372,8 @@ def load_of(
     counts: Counter[int] = Counter()
     for parameter in trained.values():
         counts[_width(parameter, cfg, spread)] += parameter.numel()
-    lists = (part for m in modules for part in m.modules() if isinstance(part, nn.ModuleList))
-    pieces: list[list[Tensor]] = [list(layer.parameters()) for some in lists for layer in some]
-    pieces += [[tensor] for tensor in named]
+    base = None if cfg.model.init else parts.get("base")  # a new one is made whole
+    layers = [] if base is None else _layers(base)
     fused = cfg.loss.implementation == "fused"
     return Load(
         trained=counts,
@@ -360,8 +383,39 @@ def load_of(
         formed=num_bytes(p for p in matrices if fused and id(p) in trained),
         accumulation=cfg.optim.accumulation,
         outer=sum(p.numel() for p in matrices),
-        piece=max(map(num_bytes, pieces), default=0),
+        held=sum(
+            _linear(part, matrices, cfg.model.gradient_checkpointing and name != "heads")
+            for name, part in parts.items()
+            if any(id(p) in trained for p in part.parameters())
+        ),
+        small=sum(p.numel() for p in named if p.numel() < SMALL),
+        largest=max((p.numel() for p in trained.values()), default=0),
+        layers=float(sum(num_bytes(layer.parameters()) for layer in layers)),
+        piece=float(max((num_bytes(layer.parameters()) for layer in layers), default=0)),
     )
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return a decoder's layers; none of a model that has no list of them."""
+    if not isinstance(model, PreTrainedModel):
+        return []
+    try:
+        return list(layers_of(model))
+    except ValueError:
+        return []
+
+
+def _linear(part: nn.Module, but: Iterable[Tensor], checkpointed: bool) -> int:
+    """Return the numbers of the linear layers, or of one layer's where they are computed again."""
+    left_out = set(map(id, but))
+
+    def numbers(module: nn.Module) -> int:
+        linear = (each.weight for each in module.modules() if isinstance(each, nn.Linear))
+        return sum(w.numel() for w in linear if id(w) not in left_out)
+
+    if not checkpointed:
+        return numbers(part)
+    return max(map(numbers, _layers(part)), default=0)
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -49,17 +49,18 @@ def test_plain_torch_holds_what_was_announced(tmp_path: Path) -> None:
     left = torch.zeros(256, 256)
     if torch.backends.mkldnn.is_available():
         left = left.to_mkldnn()
-    work = bench.Work(SETTINGS, -1, str(tmp_path))
+    work = bench.Work(SETTINGS, "full", "none", str(tmp_path))
     work.open()
     alive: dict[str, int] = {}
     for _ in range(2):
         work.backward()
-        alive = bench.live_tensors(work.engine, work.model)
+        alive = bench.live_tensors(work.engine, work.objective)
         work.engine.step(1.0)
-    told = bench.predict(SETTINGS, -1, None)
-    # tensors of less than 64 kB are not told apart: the norms, and Adam's step counts
-    norms = 4 * 3 * 128
-    assert alive["weights"] == told["weights"] - norms
+    told = bench.predict(SETTINGS, "full", "none", None)
+    # tensors of less than 64 kB are not told apart: the norms, Adam's step counts, and two tables
+    # of rotary embeddings
+    norms, tables = 4 * 3 * 128, 2 * 4 * 32
+    assert alive["weights"] == told["weights"] - norms - tables
     assert alive["gradients"] == told["gradients"] - norms
     assert alive["moments"] == told["optimizer"] - 2 * norms
     assert alive["copied weights"] == 0
@@ -71,7 +72,8 @@ def test_ratios_are_of_the_slowest_rank_and_the_largest() -> None:
     alive = {"weights": 1, "moments": 2, "copied weights": 0, "gradients": 3, "other": 4}
     rows: list[dict[str, Any]] = [
         {
-            "stage": 1,
+            "kind": "full",
+            "stage": "zero1",
             "memory": [{"peak": 10, "alive": alive}, {"peak": 20, "alive": alive}],
             "times": [
                 {
@@ -91,7 +93,7 @@ def test_ratios_are_of_the_slowest_rank_and_the_largest() -> None:
     ]
     machine = bench.speeds(SETTINGS, rows)
     assert (machine.link, machine.bandwidth) == (2e9, 2e9)
-    told = bench.predict(SETTINGS, 1, machine)
+    told = bench.predict(SETTINGS, "full", "zero1", machine)
     assert told["seconds_computing"] == pytest.approx(1.0)  # the plain objective's own time
     bench.summarise(SETTINGS, rows)
     (row,) = rows

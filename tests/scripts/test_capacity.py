@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_settings_are_read() -> None:
 # 1,000 trained numbers and 500 frozen ones; activations 60, logits 40, a matrix of 100 numbers
 FLOAT32 = Load(
     trained={4: 1000}, frozen=500, frozen_bytes=2000, activations=60, logits=40, formed=400,
-    piece=800,
+    layers=4000, piece=500,
 )  # fmt: skip
 
 
@@ -74,8 +75,8 @@ FLOAT32 = Load(
         # halves of: moments and a copy of the weights; weights twice while they are flattened
         (Spread(True, 1, bucket=10), 6000, 4000, 6000, 6000, 2000 + 4000, 10000),
         (Spread(True, 2, bucket=10), 6000, 2000, 6000, 4000, 2000 + 4000, 10000),
-        # its own share, and the largest piece
-        (Spread(True, 3, bucket=10), 3000, 2000, 4000, 4000, 2000 + 4000, 3000 + 800),
+        # half of the layers, the largest of them whole, and what is outside of them
+        (Spread(True, 3, bucket=10), 3000, 2000, 6000, 4000, 2000 + 4000, 2000 + 2000 + 500),
     ],
 )
 def test_two_ranks_by_hand(
@@ -92,6 +93,7 @@ def test_two_ranks_by_hand(
     assert (found.weights, found.gradients, found.optimizer) == (weights, gradients, optimizer)
     assert (found.reducing, found.stepping, found.loading) == (reducing, stepping, loading)
     assert (found.activations, found.logits, found.formed, found.host) == (60, 40, 400, 0)
+    assert found.held == 0  # nothing is, which this load says
     assert found.buckets == (4 * 10 if spread.stage else 0)
     assert found.gathered == (1500 * 4 if spread.stage == 3 else 0)
     fixed = weights + optimizer + found.buckets + found.gathered
@@ -110,6 +112,19 @@ def test_sixteen_bits_keep_float32_beside_them() -> None:
     assert (third.weights, third.gradients, third.optimizer) == (500, 500, 3000)
     assert (third.gathered, third.stepping) == (240, 500 + 1000 + 1000)
     assert need(load, Spread(True, 3), 4, temporaries=2).stepping == 500 + 1000 + 2000
+
+
+def test_gathered_weights_that_autograd_keeps_are_counted() -> None:
+    """Without checkpointing a base of 138 GB is whole on every rank when backward begins."""
+    spread = Spread(True, 3, overlap=True, bucket=8, max_live=100, prefetch=20)
+    load = Load(trained={2: 1000}, frozen=9000, frozen_bytes=18000, held=8000, small=50, outer=500)
+    found = need(load, spread, 4)
+    assert (found.gathered, found.held) == (2 * (100 + 20 + 500 + 50), 2 * (8000 - 120))
+    assert found.training >= found.weights + found.optimizer + found.gathered + found.held
+    assert need(load, Spread(True, 2), 4).held == 0
+    offload = need(replace(load, largest=300), SPREADS["zero2_offload"], 4)
+    assert offload.buckets == 2 * (500_000_000 + 300)
+    assert offload.host == 250 * (12 + 4 + 2) + 2 * 300
 
 
 def test_later_micro_batches_find_gradients_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.run import parse_args
 
 from specheads.config import ConfigError, TrainConfig
 from specheads.system.launch import check_launcher, first_host, read_launcher, take_local_rank
@@ -193,6 +195,37 @@ def test_templates(path: Path) -> None:
         assert cfg.deepspeed, "several processes train under DeepSpeed only"
         assert cfg.optim.name == "adamw"
         assert cfg.recipe
+
+
+@pytest.mark.parametrize("path", sorted(TEMPLATES.iterdir()), ids=lambda path: path.name)
+def test_templates_name_modules_and_options_that_exist(path: Path) -> None:
+    """A module that moved, or an option that torchrun never had, fails on every machine at once."""
+    text = re.sub(r"\\\n\s*", " ", path.read_text())
+    modules = re.findall(r"(?:-m|--module) ((?:specheads|torch)[\w.]*)", text)
+    assert modules
+    assert all(importlib.util.find_spec(module) for module in modules)
+    for line in re.findall(r"-m specheads\.torchrun (.*)", text):
+        words = [re.sub(r"\$\{?\w+(:-\w*)?\}?", "1", word) for word in shlex.split(line)]
+        parsed = parse_args(words)
+        assert parsed.module and parsed.training_script == "specheads.train"
+        assert "resume=auto" in parsed.training_script_args
+
+
+def test_sbatch_lines_are_well_formed() -> None:
+    """Slurm takes a line that it cannot read, or that stands too late, for a remark."""
+    lines = (TEMPLATES / "slurm.sbatch").read_text().splitlines()
+    said = [line for line in lines if "SBATCH" in line]
+    options = [re.fullmatch(r"#SBATCH --([a-z][a-z-]+)(?:=(\S+))?", line) for line in said]
+    assert said and all(options)
+    named = {option[1]: option[2] for option in options if option}
+    assert len(named) == len(said)
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert max(lines.index(line) for line in said) < first
+    assert re.fullmatch(r"(B:)?[A-Z]+\d?@\d+", named["signal"])
+    assert re.fullmatch(r"(\d+-)?\d\d:\d\d:\d\d", named["time"])
+    numbers = ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task")
+    assert all(named[key].isdigit() for key in numbers)
+    assert named["ntasks-per-node"] == named["gpus-per-node"], "a rank for each GPU"
 
 
 def strings(value: object) -> list[str]:
