@@ -403,14 +403,18 @@ def kill_once(
         run.ends(0)
         return None
     left: dict[str, Any] = {"moment": moment}
+    written = lab.half_saved() - half
     if one_rank:
         left["rank"], begin = draw.randrange(lab.ranks), time.monotonic()
-        run.send(SIGKILL, left["rank"]).ends(1)
+        # one that waits for the group to form hears no signal, and its launcher waits for it
+        run.send(SIGKILL, left["rank"]).ends(1, seconds=300)
         left["others_ended_after"] = time.monotonic() - begin
     else:
         run.kill()
     left |= {"step": lab.reached(), "checkpoint": lab.saved()}
-    return {**left, "inside_save": bool(lab.half_saved() - half)}
+    # ranks that end by themselves remove what they have half written
+    torn = any(path.name > f".step-{lab.saved():07d}.tmp" for path, _ in written)
+    return {**left, "inside_save": torn if one_rank else bool(lab.half_saved() - half)}
 
 
 def kill_again_and_again(shop: Workshop, given: Settings) -> bool:
