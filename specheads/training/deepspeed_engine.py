@@ -306,6 +306,10 @@ class DeepSpeedEngine:
         """
         whole = self._whole()
         self.engine.destroy()
+        for module in self.engine.module.modules():
+            # of this engine's hooks; those of the next one would call them and free no weights
+            for key in ("pre_bwd_fn", "post_bwd_fn"):
+                vars(module).pop(key, None)
         for name, parameter in self.engine.module.named_parameters():
             if name in self.sharded:
                 parameter.grad = None
