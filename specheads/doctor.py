@@ -77,9 +77,8 @@ def examine_ranks(config: DoctorConfig) -> None:
     found, wrong = ranks.gather(own, config.dist_timeout)
     if not dist.is_main():
         return
-    for line in ranks.table(found):
-        print(line)
-    answer({"ranks": list(map(asdict, found)), "wrong": wrong, "ok": not wrong})
+    print(ranks.table(found))
+    answer({"ranks": found, "wrong": wrong, "ok": not wrong})
     if wrong:
         raise RunError("; ".join(wrong))
     print(f"{'verdict':<15} {len(found)} ranks answered, and are alike")

@@ -29,7 +29,7 @@ def run(config: PlanConfig) -> None:
     memory = config.memory * 1e9
     found = forecast(config, gpus=config.gpus, memory=memory, flops=config.flops)
     print(found)
-    answer(found.found())
+    answer(found.figures)
 
 
 main = entry_point("plan", PlanConfig, run)

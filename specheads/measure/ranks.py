@@ -6,62 +6,28 @@ without a name, a store says who has not come.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
-import re
-import shutil
 import socket
 import time
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
 
 from specheads.config import ConfigError, RunError
 from specheads.data.teacher_cache import readable
+from specheads.measure.render import Table
 from specheads.models.digest import weight_files
 from specheads.models.names import model_folder
 from specheads.system import __version__, dist, hardware
 
 ALIKE = ("device", "python", "torch", "deepspeed", "specheads", "model")  # on all ranks
-LATE = 1.0  # seconds by which clocks may differ: two logs are then read in the wrong order
-
-
-@dataclass(frozen=True)
-class Found:
-    """What one rank found; texts are for people.
-
-    Attributes:
-        rank: its number, and on its machine.
-        host: the machine.
-        device: the GPU with its memory, or the processor.
-        python: its version; ``torch``, ``deepspeed`` and ``specheads`` likewise.
-        torch: as ``python``.
-        deepspeed: as ``python``.
-        specheads: as ``python``.
-        memory: free bytes of the device.
-        disk: free bytes where runs are written.
-        model: size of the base's weights; empty where none was asked for.
-        problem: why there is no such device or no such model; empty where all is there.
-    """
-
-    rank: str
-    host: str
-    device: str
-    python: str
-    torch: str
-    deepspeed: str
-    specheads: str
-    memory: str
-    disk: str
-    model: str
-    problem: str
+Found = dict[str, str]  # of one rank, for people
 
 
 def look(model: str, revision: str | None, device: str) -> Found:
-    """Look around in this process.
+    """Look around in this process: host, device, versions, weights, and ``problem``, if any.
 
     Args:
         model: the base; empty looks for none.
@@ -70,51 +36,33 @@ def look(model: str, revision: str | None, device: str) -> Found:
     """
     import torch
 
-    free, name, weights, problems = 0, "none", "", []
+    found = {
+        "rank": str(dist.rank()),
+        "host": socket.gethostname(),
+        "device": "none",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "deepspeed": "missing",
+        "specheads": __version__,
+        "model": "none" if model else "",
+        "problem": "",
+    }
+    with contextlib.suppress(PackageNotFoundError):
+        found["deepspeed"] = version("deepspeed")
     try:
         place = hardware.pick_device(device)
+        found["device"] = str(place.type)
         if place.type == "cuda":
             free, total = torch.cuda.mem_get_info(place)
-            name = f"{torch.cuda.get_device_name(place)}, {readable(total)}"
-        else:
-            found = re.search(r"MemAvailable: *(\d+)", _read("/proc/meminfo"))
-            free, name = 1024 * int(found[1]) if found else 0, str(place)
-    except ConfigError as error:
-        problems.append(str(error))
-    if model:
-        weights = "none"
-        try:
+            found["device"] = f"{torch.cuda.get_device_name(place)}, {readable(total)}"
+            found["free"] = readable(free)
+        if model:
             files = weight_files(model_folder(model, revision=revision))
-            weights = readable(sum(file.stat().st_size for file in files))
-            problems += [] if files else [f"model={model} holds no weights"]
-        except (ConfigError, RunError) as error:
-            problems.append(str(error))
-    runs = Path("runs").absolute()
-    there = next(path for path in (runs, *runs.parents) if path.is_dir())
-    return Found(
-        rank=f"{dist.rank()} ({dist.local_rank()})",
-        host=socket.gethostname(),
-        device=name,
-        python=platform.python_version(),
-        torch=_version("torch"),
-        deepspeed=_version("deepspeed"),
-        specheads=__version__,
-        memory=readable(free),
-        disk=readable(shutil.disk_usage(there).free),
-        model=weights,
-        problem="; ".join(problems),
-    )
-
-
-def _read(path: str) -> str:
-    return Path(path).read_text() if Path(path).is_file() else ""
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
+            found["model"] = readable(sum(file.stat().st_size for file in files))
+            found["problem"] = "" if files else f"model={model} holds no weights"
+    except (ConfigError, RunError) as error:
+        found["problem"] = str(error)
+    return found
 
 
 def gather(own: Found, patience: float) -> tuple[list[Found], list[str]]:
@@ -125,50 +73,37 @@ def gather(own: Found, patience: float) -> tuple[list[Found], list[str]]:
         patience: seconds for the others to answer.
 
     Raises:
-        RunError: on the others, if rank 0 cannot be reached or says nothing.
+        RunError: on the others, if rank 0 cannot be reached.
     """
     from torch.distributed import DistError, TCPStore
 
-    rank, world = dist.rank(), dist.world_size()
+    rank, seconds = dist.rank(), timedelta(seconds=patience)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # torchrun keeps a store there itself
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    seconds = timedelta(seconds=patience)
+    key = f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    found, missing = [own], []
     try:
         store = TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=seconds)
-        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        key = f"doctor/{again}"
-        store.set(f"{key}/{rank}", json.dumps(asdict(own)))
         if rank:
-            store.wait([f"{key}/now"], seconds + timedelta(seconds=patience))
-            store.set(f"{key}/clock/{rank}", str(time.time()))
+            store.set(f"{key}/{rank}", json.dumps(own))
+            store.wait([f"{key}/{rank}"])  # it has arrived
             return [], []
         deadline = time.monotonic() + patience
-        waiting = set(range(world))
-        while waiting and time.monotonic() < deadline:
-            waiting -= {each for each in waiting if store.check([f"{key}/{each}"])}
-            time.sleep(0.05)
-        there = [each for each in range(world) if each not in waiting]
-        found = [Found(**json.loads(store.get(f"{key}/{each}"))) for each in there]
-        # all are told at one time, and say what their clocks show
-        began = time.time()
-        store.set(f"{key}/now", "1")
-        clocks = {each: float(store.get(f"{key}/clock/{each}")) - began for each in there if each}
+        for other in range(1, dist.world_size()):
+            while not (there := store.check([f"{key}/{other}"])) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if there:
+                found.append(json.loads(store.get(f"{key}/{other}")))
+            else:
+                missing.append(f"rank {other} did not answer within {patience:g} s")
     except (DistError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
         raise RunError(
-            f"rank {rank} on {own.host} cannot meet the others at {address}:{port}: {first:.200}"
+            f"rank {rank} on {own['host']} cannot meet the others at {address}:{port}: {first:.200}"
         ) from None
-    wrong = [f"rank {each} did not answer within {patience:g} s" for each in sorted(waiting)]
-    wrong += [
-        f"the clock of rank {each} is {off:+.1f} s off"
-        for each, off in clocks.items()
-        if abs(off) > LATE
-    ]
-    wrong += [
-        f"rank {each.rank.partition(' ')[0]}: {each.problem}" for each in found if each.problem
-    ]
-    return found, wrong + differences(found)
+    problems = [f"rank {each['rank']}: {each['problem']}" for each in found if each["problem"]]
+    return found, missing + problems + differences(found)
 
 
 def differences(found: list[Found]) -> list[str]:
@@ -177,17 +112,15 @@ def differences(found: list[Found]) -> list[str]:
     for what in ALIKE:
         values: dict[str, list[str]] = {}
         for each in found:
-            values.setdefault(getattr(each, what), []).append(each.rank.partition(" ")[0])
+            values.setdefault(each[what], []).append(each["rank"])
         if len(values) > 1:
             parts = (f"{value} on {', '.join(ranks)}" for value, ranks in values.items())
             told.append(f"{what} differs: {'; '.join(parts)}")
     return told
 
 
-def table(found: list[Found]) -> list[str]:
-    """Return the lines of a table, a row for each rank."""
-    rows: list[dict[str, Any]] = [asdict(each) for each in found]
-    kept = [key for key in rows[0] if any(row[key] for row in rows) and key != "problem"]
-    lines = [kept, *([row[key] for key in kept] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+def table(found: list[Found]) -> str:
+    """Return a table, a row for each rank."""
+    names = dict.fromkeys(name for each in found for name, value in each.items() if value)
+    names.pop("problem", None)
+    return Table(list(names), [[each.get(name, "") for name in names] for each in found]).text()

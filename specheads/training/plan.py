@@ -13,10 +13,11 @@ and is measured by ``scripts/bench_zero.py``.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from specheads.models.output import layers_of
 from specheads.system import dist
 from specheads.system.hardware import peak_memory
 from specheads.training.checkpoints import same_random_state
-from specheads.training.engine import Groups, Objective, Spread, TorchEngine
+from specheads.training.engine import Groups, Spread, TorchEngine
 from specheads.training.loop import Stage, gather
 from specheads.training.setup import Data
 
@@ -52,6 +53,26 @@ SPREADS: dict[str, Spread] = {
         deepspeed=True, stage=3, offload_optimizer=True, offload_parameters=True, overlap=True
     ),
 }
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a stage trains, and with what; tensors may be without memory.
+
+    Attributes:
+        parts: ``base``, ``heads``, ``draft``: all that lies in memory, run at every step or not.
+        groups: the optimizer's, which say what learns.
+        output: the output matrix [V, d] of the loss.
+    """
+
+    parts: Parts
+    groups: Groups
+    output: Tensor
+
+    @property
+    def trained(self) -> dict[int, Tensor]:
+        """What learns, by its ``id``."""
+        return {id(p): p for group in self.groups for p in group["params"]}
 
 
 @dataclass(frozen=True)
@@ -243,26 +264,25 @@ class StagePlan:
     Attributes:
         name: the stage's name.
         num_steps: its optimizer steps.
-        parameters: part -> number of trained and of frozen ones.
-        memory: part -> bytes on this rank; ``activations`` is None where they cannot be measured.
-        peak: bytes on this rank at one time, without activations that cannot be measured.
+        parameters: part -> number of ``trained`` and of ``frozen`` ones.
+        needs: ``as set`` -> bytes on a rank of this run; other values of ``deepspeed`` -> what each
+            of ``choice_ranks`` would need with them.
+        counted: whether activations are in ``needs``; a processor's cannot be measured.
         seconds: how long an optimizer step's forward and backward passes take, as each timed
             micro-batch would have it.
         trained_bytes: bytes of the trained weights.
         optimizer_bytes: bytes of the optimizer's state, over all ranks.
-        choices: values of ``deepspeed`` -> what each of ``choice_ranks`` would need with it.
         choice_ranks: as many as this run has, or 8.
     """
 
     name: str
     num_steps: int
-    parameters: dict[str, tuple[int, int]]
-    memory: dict[str, float | None]
-    peak: float
+    parameters: dict[str, dict[str, int]]
+    needs: Mapping[str, Need]
+    counted: bool
     seconds: list[float]
     trained_bytes: int
     optimizer_bytes: int
-    choices: Mapping[str, Need] = field(default_factory=dict)
     choice_ranks: int = 8
 
     @property
@@ -287,80 +307,72 @@ def plan_stage(stage: Stage, cfg: TrainConfig, parts: Parts, output_weight: Tens
         parts: ``base``, ``heads``: all that lies in memory, run at every step or not.
         output_weight: the base's output matrix [V, d].
     """
-    trained = {id(p): p for group in stage.groups for p in group["params"]}
-    world, accumulation = dist.world_size(), cfg.optim.accumulation
+    work, world = Work(parts, stage.groups, output_weight), dist.world_size()
     seconds, extra = _time_micro_batches(stage, cfg)
-
-    def load(spread: Spread) -> Load:
-        found = load_of(stage.objective, stage.groups, parts, output_weight, cfg, spread)
-        # what a micro-batch added is activations, and gradients that are formed in forward
-        return replace(found, activations=max(0.0, (extra or 0.0) - found.logits - found.formed))
-
     spread = Spread.from_config(cfg.deepspeed)
-    optimizer = sum(optimizer_bytes(group, cfg) for group in stage.groups)
-    found = need(load(spread), spread, world)
-    if not spread.offload_optimizer:  # Muon and AdamW side by side are counted by group
-        found = replace(found, optimizer=optimizer / (world if spread.stage else 1))
-    memory: dict[str, float | None] = {
-        "weights": found.weights,
-        "gradients": found.gradients,
-        f"optimizer ({cfg.optim.name})": found.optimizer,
-        "logits of one chunk": found.logits,
-        "activations": None if extra is None else found.activations,
-    }
-    if found.buckets or found.gathered:
-        memory["communication"] = found.buckets + found.gathered
-    if found.host:
-        memory["main memory"] = found.host
+    timed = load_of(work, cfg, Spread())
+    # what a micro-batch added is activations, and gradients that are formed in forward
+    activations = max(0.0, (extra or 0.0) - timed.logits - timed.formed)
     ranks = world if world > 1 else 8
+    # what many processes can train with these settings
+    others = {name: each for name, each in SPREADS.items() if each.deepspeed}
+    if cfg.optim.name != "adamw":
+        others = {}
+    needs = needs_of(work, cfg, activations, {"as set": spread}, world)
+    needs |= needs_of(work, cfg, activations, others, ranks)
     return StagePlan(
-        name=stage.groups[0]["name"].removesuffix("_muon") if stage.name == "train" else stage.name,
+        name=work.groups[0]["name"].removesuffix("_muon") if stage.name == "train" else stage.name,
         num_steps=(stage.last_step or cfg.steps) - stage.first_step,
-        parameters=_parameters(parts, trained),
-        memory=memory,
-        peak=found.peak,
-        seconds=[each * accumulation for each in seconds],
-        trained_bytes=tensor_bytes(trained.values()),
-        optimizer_bytes=optimizer,
-        choices={
-            key: need(load(each), each, ranks)
-            for key, each in SPREADS.items()
-            # what many processes can train with these settings
-            if each.deepspeed
-            and cfg.optim.name == "adamw"
-            and (cfg.model.quantization == "none" or each.stage < 3)
-        },
+        parameters=parameters_of(work),
+        needs=needs,
+        counted=extra is not None,
+        seconds=[each * cfg.optim.accumulation for each in seconds],
+        trained_bytes=tensor_bytes(work.trained.values()),
+        optimizer_bytes=sum(optimizer_bytes(group, cfg, spread) for group in work.groups),
         choice_ranks=ranks,
     )
 
 
-def load_of(
-    objective: Objective,
-    groups: Groups,
-    parts: Parts,
-    output_weight: Tensor,
-    cfg: TrainConfig,
-    spread: Spread,
-) -> Load:
-    """Return what a stage brings to a rank, activations left out; tensors may be without memory.
+def needs_of(
+    work: Work, cfg: TrainConfig, activations: float, spreads: Mapping[str, Spread], world: int
+) -> dict[str, Need]:
+    """Return what each of ``world`` ranks needs with each of ``spreads``.
 
     Args:
-        objective: what is trained.
-        groups: the optimizer's, which say what learns.
-        parts: as for :func:`plan_stage`.
-        output_weight: the base's output matrix [V, d].
+        work: what is trained.
         cfg: the run's settings.
-        spread: how it is to be spread over ranks, which may not be as the settings say.
+        activations: bytes kept for backward.
+        spreads: names -> settings; those of stage 3 are left out for a quantised base, whose
+            weights it cannot spread.
+        world: the number of ranks.
     """
-    trained = {id(p): p for group in groups for p in group["params"]}
-    modules = (objective, *parts.values())
-    named = {p: name for m in modules for name, p in (*m.named_parameters(), *m.named_buffers())}
+    needs = {}
+    for name, spread in spreads.items():
+        if spread.stage == 3 and cfg.model.quantization != "none":
+            continue
+        load = replace(load_of(work, cfg, spread), activations=activations)
+        needs[name] = need(load, spread, world, temporaries=2 if cfg.device == "cpu" else 1)
+        if not spread.deepspeed:  # not AdamW alone
+            own = sum(optimizer_bytes(group, cfg, spread) for group in work.groups)
+            needs[name] = replace(needs[name], optimizer=float(own))
+    return needs
+
+
+def load_of(work: Work, cfg: TrainConfig, spread: Spread) -> Load:
+    """Return what ``work`` brings to a rank that is spread so, activations left out."""
+    trained, parts, output_weight = work.trained, work.parts, work.output
+    named = {
+        tensor: name
+        for part in parts.values()
+        for name, tensor in (*part.named_parameters(), *part.named_buffers())
+    }
     frozen = [tensor for tensor in named if id(tensor) not in trained]
-    own = {id(p) for p, name in named.items() if p.dim() == 2 and "lm_head" in name}
-    matrices = [p for p in named if p is output_weight or id(p) in own]
+    matrices = [
+        p for p, name in named.items() if p is output_weight or (p.dim() == 2 and "lm_head" in name)
+    ]
     rows = cfg.data.rows * cfg.data.seq_len
     if cfg.loss.implementation == "naive":  # those of every head, all there until backward
-        rows *= objective.num_heads + 1
+        rows *= int(getattr(parts.get("heads"), "num_heads", 0)) + 1
     else:
         rows = min(rows, cfg.loss.chunk_size or rows_at_once(output_weight))
     # products in 16 bits are copied to the float32 ones that the loss reads
@@ -397,12 +409,9 @@ def load_of(
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     """Return a decoder's layers; none of a model that has no list of them."""
-    if not isinstance(model, PreTrainedModel):
-        return []
-    try:
-        return list(layers_of(model))
-    except ValueError:
-        return []
+    with contextlib.suppress(ValueError):
+        return list(layers_of(model)) if isinstance(model, PreTrainedModel) else []
+    return []
 
 
 def _linear(part: nn.Module, but: Iterable[Tensor], checkpointed: bool) -> int:
@@ -437,23 +446,26 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
 
 
-def _parameters(parts: Parts, trained: Mapping[int, Tensor]) -> dict[str, tuple[int, int]]:
-    found: dict[str, list[int]] = {}
-    for part, module in parts.items():
+def parameters_of(work: Work) -> dict[str, dict[str, int]]:
+    """Return part -> number of ``trained`` and ``frozen`` parameters; adapters are a part."""
+    found: dict[str, dict[str, int]] = {}
+    for part, module in work.parts.items():
         for name, parameter in module.named_parameters():
-            counts = found.setdefault("adapter" if ".lora_" in name else part, [0, 0])
-            counts[id(parameter) not in trained] += _numel(parameter)
-    return {part: (learned, frozen) for part, (learned, frozen) in found.items()}
+            key = "adapter" if ".lora_" in name else part
+            counts = found.setdefault(key, {"trained": 0, "frozen": 0})
+            counts["trained" if id(parameter) in work.trained else "frozen"] += _numel(parameter)
+    return found
 
 
-def optimizer_bytes(group: dict[str, Any], cfg: TrainConfig) -> int:
+def optimizer_bytes(group: dict[str, Any], cfg: TrainConfig, spread: Spread) -> int:
     """Return the bytes of the optimizer's state for one group of parameters, over all ranks."""
-    spread = Spread.from_config(cfg.deepspeed)
     name = cfg.optim.name
     if name == "muon" and not group["name"].endswith("_muon"):
         name = "adamw"
-    sizes = ((p.numel(), _width(p, cfg, spread)) for p in group["params"])
-    return sum(count * optimizer_per_number(width, name, spread) for count, width in sizes)
+    return sum(
+        p.numel() * optimizer_per_number(_width(p, cfg, spread), name, spread)
+        for p in group["params"]
+    )
 
 
 def _width(tensor: Tensor, cfg: TrainConfig, spread: Spread) -> int:
@@ -531,7 +543,7 @@ def describe_costs(cfg: TrainConfig, plans: Sequence[StagePlan], parts: Parts, *
     if cfg.evaluate.every and cfg.evaluate.keep_best:
         best = max(plan.trained_bytes for plan in plans)
         disk.append(f"best weights {readable(best)} (and those that kept checkpoints count on)")
-    disk.append(f"export {readable(export_bytes(cfg, plans, parts))}")
+    disk.append(f"export {readable(export_bytes(plans, parts))}")
     total = sum(plan.total_seconds for plan in plans)
     return "\n".join(
         [
@@ -545,37 +557,51 @@ def describe_costs(cfg: TrainConfig, plans: Sequence[StagePlan], parts: Parts, *
 
 
 def _stage(plan: StagePlan) -> str:
-    counts = [
-        f"{part} {number / 1e6:.2f} M {kind}"
-        for part, numbers in plan.parameters.items()
-        for kind, number in zip(("trained", "frozen"), numbers, strict=True)
-        if number
-    ]
-    sizes = [
-        f"{part} {'not measured' if size is None else readable(size)}"
-        for part, size in plan.memory.items()
-    ]
-    memory = gpu_memory()
-    fits = "fits" if plan.peak <= memory - RESERVED else "does not fit"
-    known = "" if plan.memory.get("activations") is not None else ", activations left out"
-    choices = [
-        f"{name} {readable(need.peak)}{'' if need.fits(memory) else ' (too much)'}"
-        for name, need in plan.choices.items()
-    ]
-    other = f"  on {plan.choice_ranks} ranks, each{known}: {', '.join(choices)}"
     low, high = min(plan.seconds), max(plan.seconds)
     return "\n".join(
         [
             f"stage {plan.name}, {plan.num_steps} steps",
-            f"  parameters: {', '.join(counts)}",
-            f"  memory per process: {', '.join(sizes)}",
-            f"  per rank: {readable(plan.peak)} at one time, {fits} in {memory / 1e9:.0f} GB",
-            *([other] if choices else []),
+            f"  parameters: {describe_parameters(plan.parameters)}",
+            f"  memory per rank: as set, and on {plan.choice_ranks} ranks with AdamW otherwise",
+            *describe_needs(plan.needs, gpu_memory(), counted=plan.counted),
             f"  time: {plan.seconds_per_step:.3g} s a step, {clock(plan.total_seconds)} for all"
             f" ({low:.3g} to {high:.3g} s in {TIMED} timed micro-batches, forward and backward;"
             " the optimizer's own time comes on top)",
         ]
     )
+
+
+def describe_parameters(parameters: Mapping[str, Mapping[str, int]]) -> str:
+    """Return how many millions each part has, trained and frozen."""
+    return ", ".join(
+        f"{part} {number / 1e6:,.2f} M {kind}"
+        for part, numbers in parameters.items()
+        for kind, number in numbers.items()
+        if number
+    )
+
+
+def describe_needs(needs: Mapping[str, Need], memory: float, *, counted: bool) -> list[str]:
+    """Return the lines of a table of what ranks need, and whether ``memory`` bytes do.
+
+    Args:
+        needs: values of ``deepspeed`` -> bytes of a rank.
+        memory: bytes of a GPU.
+        counted: whether ``needs`` know the activations.
+    """
+    head = ["deepspeed", "weights", "gradients", "optimizer", "communication", "activations"]
+    lines = [[*head, "a step's peak", "while loading", "main memory", ""]]
+    for name, each in needs.items():
+        sizes = (
+            each.weights, each.gradients, each.optimizer, each.buckets + each.gathered,
+            each.activations + each.logits + each.formed + each.held,
+            each.training, each.loading, each.host,
+        )  # fmt: skip
+        fits = f"{'fits' if each.fits(memory) else 'too much'} in {memory / 1e9:.0f} GB"
+        lines.append([name, *map(readable, sizes), fits])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = ["  " + "  ".join(map(str.rjust, line, widths)).rstrip() for line in lines]
+    return table + ([] if counted else ["  activations are left out: they are not counted here"])
 
 
 def gpu_memory() -> float:
@@ -585,18 +611,18 @@ def gpu_memory() -> float:
     return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
-def export_bytes(cfg: TrainConfig, plans: Sequence[StagePlan], parts: Parts) -> int:
-    """Return the size of what is exported, in the dtypes of now: what was made or tuned."""
-    tuned = {part for plan in plans for part, (trained, _) in plan.parameters.items() if trained}
-    merge, plain = cfg.adapter.merge, cfg.model.quantization == "none"
-    merged = merge == "true" or (merge == "auto" and plain)
-    made = [p for name in parts.keys() & {"heads", "draft"} for p in parts[name].parameters()]
-    whole = "base" in tuned or ("adapter" in tuned and merged)
-    if "base" in parts and tuned & {"base", "adapter"}:
-        # the tuned base, with its adapter merged, or the adapter alone
-        own = parts["base"].named_parameters()
-        made += [p for name, p in own if (".lora_" in name) != whole]
-    return tensor_bytes(made)
+def export_bytes(plans: Sequence[StagePlan], parts: Parts) -> int:
+    """Return the most that is exported, in the dtypes of now: what was made or tuned.
+
+    An adapter that is not merged takes less than its base, which is counted.
+    """
+    whole = any(
+        plan.parameters[name]["trained"]
+        for plan in plans
+        for name in plan.parameters.keys() & {"base", "adapter"}
+    )
+    made = [part for name, part in parts.items() if whole or name != "base"]
+    return tensor_bytes(p for part in made for p in part.parameters())
 
 
 def clock(seconds: float) -> str:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, HeadsConfig, TrainConfig
+from specheads.config.training import DraftConfig
 from specheads.data.chat import Documents, Encoder, encode_records, learned_counts, most_frequent
 from specheads.data.load import load_records, read_jsonl
 from specheads.data.pack import GrowingBatches, PackedBatches, check_isolation, one_pass
@@ -521,6 +522,24 @@ def check_draft(cfg: TrainConfig) -> None:
         )
 
 
+def fresh_draft(wanted: DraftConfig, base: PreTrainedModel, attn: str) -> PreTrainedModel | None:
+    """Return a draft model drawn at random or cut out of the base; None if it is to be loaded.
+
+    Raises:
+        ConfigError: if it cannot be made.
+    """
+    if wanted.start == "random":
+        return drafts.new_draft(
+            drafts.draft_config(base.config, wanted.layers, wanted.hidden), attn=attn
+        )
+    if wanted.start != "base":
+        return None
+    total = int(base.config.get_text_config().num_hidden_layers)
+    if wanted.layers > total:
+        raise ConfigError(f"draft.layers is {wanted.layers}, the base model has {total} layers")
+    return drafts.pruned(base, wanted.keep or drafts.spread(total, wanted.layers))
+
+
 def build_draft(
     cfg: TrainConfig, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
@@ -532,19 +551,12 @@ def build_draft(
         ConfigError: if it cannot be made or loaded, is too short for the rows, cannot keep packed
             documents apart, or cannot be decoded with.
     """
-    wanted, attn = cfg.draft, cfg.model.attn
-    if wanted.start == "random":
-        config = drafts.draft_config(base.config, wanted.layers, wanted.hidden)
-        draft = drafts.new_draft(config, attn=attn)
-    elif wanted.start == "base":
-        total = int(base.config.get_text_config().num_hidden_layers)
-        if wanted.layers > total:
-            raise ConfigError(f"draft.layers is {wanted.layers}, the base model has {total} layers")
-        draft = drafts.pruned(base, wanted.keep or drafts.spread(total, wanted.layers))
-    else:
+    attn = cfg.model.attn
+    draft = fresh_draft(cfg.draft, base, attn)
+    if draft is None:
         how: bases.Loading = {"device": "cpu", "attn": attn}
         how["trust_remote_code"] = cfg.model.trust_remote_code
-        draft = drafts.load_draft(wanted.start, tokenizer=tokenizer, where="draft.start", **how)
+        draft = drafts.load_draft(cfg.draft.start, tokenizer=tokenizer, where="draft.start", **how)
     draft.to(hardware.pick_device(cfg.device))  # type: ignore[arg-type]
     output_layer(draft)
     context = bases.context_length(draft)

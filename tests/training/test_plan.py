@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from specheads.config import AdapterConfig, EvaluateConfig, TreeConfig
+from specheads.config import EvaluateConfig, TreeConfig
 from specheads.data.teacher_cache import readable
 from specheads.measure import evaluate as module
 from specheads.measure.clock import Prompt
@@ -19,7 +19,7 @@ from specheads.measure.evaluate import Heldout, describe_expected
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
 from specheads.training import plan as plan_module
-from specheads.training.engine import make_optimizers, param_groups
+from specheads.training.engine import Spread, make_optimizers, param_groups
 from specheads.training.loop import Stage
 from specheads.training.plan import (
     StagePlan,
@@ -40,6 +40,7 @@ def plan_of(tmp_path: Path, objective: ToyObjective, **changes: Any) -> StagePla
     """Plan a stage that trains all of ``objective`` but its embedding."""
     cfg = toy_config(tmp_path, **changes)
     objective.embed.requires_grad_(False)
+    objective.blocks.num_heads = objective.num_heads  # type: ignore[assignment]
     groups = param_groups(cfg.optim, heads=(objective, cfg.optim.lr))
     parts = {"base": objective.embed, "heads": objective.blocks, "output": objective.lm_head}
     return plan_stage(Stage(objective, ToyBatches(), groups), cfg, parts, objective.lm_head.weight)
@@ -74,31 +75,36 @@ def test_parts_are_counted(tmp_path: Path) -> None:
     objective = ToyObjective()
     plan = plan_of(tmp_path, objective)
     # embedding 11 x 6; three blocks 6 x 6 + 6; output matrix 11 x 6 + 11
-    assert plan.parameters == {"base": (0, 66), "heads": (126, 0), "output": (77, 0)}
-    assert plan.memory["weights"] == 4 * 269
-    assert plan.memory["gradients"] == plan.trained_bytes == 4 * 203
-    assert plan.memory["optimizer (adamw)"] == plan.optimizer_bytes == 8 * 203
-    assert plan.memory["logits of one chunk"] == 4 * 11 * 24  # no more than there are positions
+    assert {part: tuple(counts.values()) for part, counts in plan.parameters.items()} == {
+        "base": (0, 66), "heads": (126, 0), "output": (77, 0)
+    }  # fmt: skip
+    found = plan.needs["as set"]
+    assert found.weights == 4 * 269
+    assert found.gradients == plan.trained_bytes == 4 * 203
+    assert found.optimizer == plan.optimizer_bytes == 8 * 203
+    assert found.logits == 4 * 11 * 24  # no more than there are positions
     chunked = plan_of(tmp_path, objective, loss__chunk_size=5)
-    assert chunked.memory["logits of one chunk"] == 4 * 11 * 5
+    assert chunked.needs["as set"].logits == 4 * 11 * 5
     naive = plan_of(tmp_path, objective, loss__implementation="naive")
-    assert naive.memory["logits of one chunk"] == 3 * 4 * 11 * 24
+    assert naive.needs["as set"].logits == 3 * 4 * 11 * 24
     zero: dict[str, Any] = {"deepspeed": {"zero_optimization": {"stage": 2}}}
-    assert plan_of(tmp_path, objective, **zero).memory["gradients"] == 4 * 203
+    assert plan_of(tmp_path, objective, **zero).needs["as set"].gradients == 4 * 203
 
 
 def test_what_zero_splits_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting the whole optimizer on each rank refuses machines that would do."""
     monkeypatch.setattr(plan_module.dist, "world_size", lambda: 2)
-    parts = ("weights", "gradients", "optimizer (adamw)")
-    whole = {"weights": 4 * 269, "gradients": 4 * 203, "optimizer (adamw)": 8 * 203}
+    parts = ("weights", "gradients", "optimizer")
+    whole = {"weights": 4 * 269, "gradients": 4 * 203, "optimizer": 8 * 203}
     for stage, split in enumerate([(), parts[2:], parts[1:], parts]):
         zero = {"zero_optimization": {"stage": stage}}
         plan = plan_of(tmp_path, ToyObjective(), deepspeed=zero)
         # stages 1 to 3 step a copy of the float32 weights beside the two moments
         whole[parts[2]] = (12 if stage else 8) * 203
         for part in parts:
-            assert plan.memory[part] == whole[part] / (2 if part in split else 1), (stage, part)
+            assert getattr(plan.needs["as set"], part) == whole[part] / (
+                2 if part in split else 1
+            ), (stage, part)
 
 
 def test_the_verdict_is_about_a_step_not_about_a_sum(
@@ -106,24 +112,27 @@ def test_the_verdict_is_about_a_step_not_about_a_sum(
 ) -> None:
     """What is not there at one time must not refuse a run, and what DeepSpeed adds must count."""
     plan = plan_of(tmp_path, ToyObjective())
-    assert set(plan.choices) == {"zero0", "zero1", "zero2", "zero3", *OFFLOADS}
+    assert set(plan.needs) == {"as set", "zero0", "zero1", "zero2", "zero3", *OFFLOADS}
     assert plan.choice_ranks == 8
-    known = sum(size for size in plan.memory.values() if size)
-    assert 4 * 269 + 12 * 203 <= plan.peak <= known
+    found = plan.needs["as set"]
+    states = found.weights + found.gradients + found.optimizer
+    assert 4 * 269 + 12 * 203 <= found.peak <= states + found.logits + found.formed
     text = describe_costs(toy_config(tmp_path), [plan], {})
-    assert f"per rank: {readable(plan.peak)} at one time, fits in " in text
-    assert "on 8 ranks, each" in text
+    assert f"{readable(found.training)}  " in text and "fits in " in text
+    assert "on 8 ranks" in text and "activations are left out" in text
     # buckets of 500 million numbers of 4 bytes, which no dry run on one rank would show
-    assert plan.choices["zero2"].buckets == 2e9
+    assert plan.needs["zero2"].buckets == 2e9
     # the gradient of the output matrix, whole on every rank while the loss is formed
-    assert plan.choices["zero2"].formed == 4 * 66
+    assert plan.needs["zero2"].formed == 4 * 66
     naive = plan_of(tmp_path, ToyObjective(), loss__implementation="naive")
-    assert naive.choices["zero2"].formed == 0
+    assert naive.needs["zero2"].formed == 0
     monkeypatch.setattr("specheads.training.plan.gpu_memory", lambda: 7e9)
     text = describe_costs(toy_config(tmp_path), [plan], {})
-    assert "fits in 7 GB" in text and "zero2 2.0 GB (too much)" in text
+    assert "  fits in 7 GB" in text
+    (line,) = (line for line in text.splitlines() if line.split()[0] == "zero2")
+    assert line.endswith("too much in 7 GB")
     muon = plan_of(tmp_path, ToyObjective(), optim__name="muon")
-    assert not muon.choices  # DeepSpeed refuses it
+    assert set(muon.needs) == {"as set"}  # DeepSpeed refuses it
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -135,7 +144,7 @@ def test_the_optimizer_holds_what_was_announced(
     cfg = toy_config(tmp_path, optim__name=name)
     objective = ToyObjective().to(dtype)
     groups = param_groups(cfg.optim, heads=(objective, 0.1))
-    announced = sum(optimizer_bytes(group, cfg) for group in groups)
+    announced = sum(optimizer_bytes(group, cfg, Spread()) for group in groups)
     for parameter in objective.parameters():
         parameter.grad = torch.zeros_like(parameter)
     held = 0
@@ -145,10 +154,10 @@ def test_the_optimizer_holds_what_was_announced(
             held += sum(v.numel() * v.element_size() for v in state.values() if v.numel() > 1)
     assert announced == held
     small = toy_config(tmp_path, optim__name="adamw8bit")
-    assert optimizer_bytes({"name": "heads", "params": [torch.zeros(50)]}, small) == 100
-    sharded = toy_config(tmp_path, deepspeed={"zero_optimization": {"stage": 1}})
+    assert optimizer_bytes({"name": "heads", "params": [torch.zeros(50)]}, small, Spread()) == 100
+    sharded = Spread(deepspeed=True, stage=1)
     narrow = [torch.zeros(50, dtype=torch.bfloat16)]
-    assert optimizer_bytes({"name": "heads", "params": narrow}, sharded) == 600
+    assert optimizer_bytes({"name": "heads", "params": narrow}, cfg, sharded) == 600
 
 
 def test_quantised_parameters_count_as_many(tmp_path: Path) -> None:
@@ -172,7 +181,7 @@ def test_time_is_that_of_all_micro_batches(tmp_path: Path, monkeypatch: pytest.M
     assert plan.total_seconds == 8 * 8.0
     text = describe_costs(toy_config(tmp_path), [plan], {})
     assert "8 s a step, 0:01:04 for all (4 to 12 s in 3 timed micro-batches" in text
-    assert "heads 0.00 M trained" in text and "optimizer (adamw) 1.6 kB" in text
+    assert "heads 0.00 M trained" in text and " 1.6 kB" in text
     assert clock(3 * 3600 + 62) == "3:01:02"
 
 
@@ -196,19 +205,17 @@ def test_totals_of_a_run(tmp_path: Path) -> None:
 
     def planned(base: int, adapter: int = 0) -> StagePlan:
         counts = {"base": (base, 66 - base), "heads": (126, 0), "adapter": (adapter, 0)}
-        return StagePlan("joint", 4, counts, {"weights": 1.0}, 1.0, [2.0], 812, 1624)
+        named = {part: {"trained": a, "frozen": b} for part, (a, b) in counts.items()}
+        return StagePlan("joint", 4, named, {}, True, [2.0], 812, 1624)
 
     cfg = toy_config(tmp_path, checkpoint__every=2, checkpoint__keep=2, evaluate__every=2)
     text = describe_costs(cfg, [planned(0), planned(66)], parts, "feature cache 1.0 GB")
     assert "192 positions in 8 steps" in text and "time: 0:00:16 at the least" in text
     assert "checkpoints 3 x 2.4 kB, best weights 812 bytes" in text
     assert text.endswith("feature cache 1.0 GB")
-    assert export_bytes(cfg, [planned(0)], parts) == 4 * 126
-    assert export_bytes(cfg, [planned(0), planned(66)], parts) == 4 * (126 + 66)
-    lora = toy_config(tmp_path, adapter=AdapterConfig("lora", merge="auto"))
-    assert export_bytes(lora, [planned(0, 9)], parts) == 4 * (126 + 66)
-    lora.model.quantization = "nf4"
-    assert export_bytes(lora, [planned(0, 9)], parts) == 4 * 126
+    assert export_bytes([planned(0)], parts) == 4 * 126
+    assert export_bytes([planned(0), planned(66)], parts) == 4 * (126 + 66)
+    assert export_bytes([planned(0, 9)], parts) == 4 * (126 + 66)  # merged or not
 
 
 def test_what_a_verify_step_costs_is_clocked(
