@@ -351,7 +351,9 @@ def on_ranks(given: Settings, kind: str, stage: str, what: str) -> list[dict[str
 
 def shape_of(given: Settings) -> Shape:
     """Return the sizes of the model that is measured."""
-    return Shape(given.hidden, given.layers, given.intermediate, given.hidden, given.vocab)
+    return Shape(
+        given.hidden, given.layers, given.intermediate, given.hidden, given.vocab, given.hidden
+    )
 
 
 def load(given: Settings, kind: str) -> Brought:

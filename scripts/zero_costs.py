@@ -33,9 +33,15 @@ class Brought(Load):
 
 
 # Llama 2's.
-LLAMA_7B = Shape(4096, 32, 11008, 4096, 32000)
-LLAMA_13B = Shape(5120, 40, 13824, 5120, 32000)
-LLAMA_70B = Shape(8192, 80, 28672, 1024, 32000)
+LLAMA_7B = Shape(4096, 32, 11008, 4096, 32000, 4096)
+LLAMA_13B = Shape(5120, 40, 13824, 5120, 32000, 5120)
+LLAMA_70B = Shape(8192, 80, 28672, 1024, 32000, 8192)
+
+
+def lora_parameters(shape: Shape, rank: int) -> int:
+    """Return the parameters of adapters on every linear layer of a decoder."""
+    d, m, key = shape.hidden, shape.intermediate, shape.key_width
+    return shape.layers * rank * (2 * (d + shape.query_width) + 2 * (d + key) + 3 * (d + m))
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ def load_of(shape: Shape, kind: str, **options: Any) -> Brought:
     d, full = shape.hidden, kind == "full"
     matrix, blocks = shape.vocab * d, work.num_heads * (d * d + d)
     matrices = work.num_heads * matrix if work.own_heads else 0
-    adapters = shape.lora_parameters(work.rank) if kind == "lora" else 0
+    adapters = lora_parameters(shape, work.rank) if kind == "lora" else 0
     trained = Counter({head_size: blocks + matrices + adapters})
     trained[size] += shape.parameters if full else 0
     return Brought(
@@ -129,7 +135,7 @@ def _flops_per_token(shape: Shape, work: Work) -> float:
     heads = work.num_heads * (6 if learned else 4) * matrix + 8 * blocks
     passes = {"frozen": 1, "lora": 2, "full": 3}[kind] + (work.checkpointed and kind != "frozen")
     own = {"frozen": 0, "lora": 4, "full": 6}[kind] * matrix  # the base's own loss
-    adapters = shape.lora_parameters(work.rank) if kind == "lora" else 0
+    adapters = lora_parameters(shape, work.rank) if kind == "lora" else 0
     return passes * forward + own + heads + 6 * adapters
 
 

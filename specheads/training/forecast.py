@@ -28,18 +28,9 @@ from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads
 from specheads.models.output import OutputLayer, with_final
 from specheads.system.errors import refuse
+from specheads.training import plan
 from specheads.training.engine import Spread, param_groups
-from specheads.training.plan import (
-    SPREADS,
-    Need,
-    Work,
-    clock,
-    count_parameters,
-    describe_needs,
-    describe_parameters,
-    needs_of,
-    parameters_of,
-)
+from specheads.training.plan import Need, Work
 from specheads.training.setup import fresh_draft, heads_of, shortened
 from specheads.training.shapes import Shape, decoder_activations
 
@@ -152,10 +143,10 @@ def sketch(cfg: TrainConfig) -> Work:
 def _base(cfg: TrainConfig) -> PreTrainedModel:
     model = cfg.model
     if cfg.recipe in FROM_SCRATCH:
-        known = cfg.tokenizer != "bpe"  # which is learned from the data
-        tokenizer = choose_tokenizer(cfg) if known else byte_tokenizer()
-        init = model.init if known else {**model.init, "vocab_size": cfg.tokenizer_size}
-        init = complete_init(init, tokenizer)
+        # one that is learned has the size that is set
+        learned = {"vocab_size": cfg.tokenizer_size} if cfg.tokenizer == "bpe" else {}
+        tokenizer = byte_tokenizer() if learned else choose_tokenizer(cfg)
+        init = complete_init({**model.init, **learned}, tokenizer)
         if cfg.recipe == "mtp" and cfg.mtp.parity:
             init = shortened(init, cfg.mtp.num_heads - 1)
         return build_from_init(init, attn=model.attn)
@@ -190,7 +181,7 @@ def _activations(cfg: TrainConfig, drawn: Work) -> float | None:
     base, heads = drawn.parts["base"], drawn.parts.get("heads")
     learner = drawn.parts.get("draft", base)
     shape, adapters = Shape.from_config(learner.config), _adapters(learner)
-    numbers = count_parameters(learner) - adapters
+    numbers = plan.count_parameters(learner) - adapters
     if shape is None or abs(shape.parameters / numbers - 1) > 0.02:
         return None
 
@@ -214,7 +205,9 @@ def _adapters(model: PreTrainedModel) -> int:
 
 def _forward(model: PreTrainedModel, matrix: bool = True) -> int:
     """Return the operations of a token's forward pass, with or without the output matrix."""
-    inner = count_parameters(model.base_model) - input_embedding(model).numel() - _adapters(model)
+    inner = (
+        plan.count_parameters(model.base_model) - input_embedding(model).numel() - _adapters(model)
+    )
     return FORWARD * (inner + matrix * model.get_output_embeddings().weight.numel())
 
 
@@ -222,16 +215,15 @@ def _step(cfg: TrainConfig, drawn: Work) -> float:
     """Return the operations of an optimizer step of one rank."""
     base, heads = drawn.parts["base"], drawn.parts.get("heads")
     learner = drawn.parts.get("draft", base)
+    each = _forward(base, matrix=False)
     if any(p.requires_grad for p in learner.parameters()):
         adapters = _adapters(learner)
-        again = cfg.model.gradient_checkpointing and learner is base
         each = _forward(learner) * (FROZEN if adapters else TRAINED) // FORWARD
-        each += TRAINED * adapters + again * _forward(learner, matrix=False)
-        distilled = cfg.draft.loss != "labels" and not cfg.draft.stored
-        if distilled if learner is not base else cfg.loss.base == "distill":
+        each += TRAINED * adapters
+        each += cfg.model.gradient_checkpointing * _forward(learner, matrix=False)
+        runs = cfg.draft.loss != "labels" and not cfg.draft.stored
+        if runs if learner is not base else cfg.loss.base == "distill":
             each += _forward(base)
-    else:
-        each = _forward(base, matrix=False)
     total = float(each * cfg.data.rows * cfg.data.seq_len)
     if heads is not None:
         total += operations(heads, cfg.data.rows, cfg.data.seq_len)
@@ -258,9 +250,9 @@ class Forecast:
         assumed = " (assumed)" if found["steps_assumed"] else ""
         lines = [
             "planned from settings and config.json alone: nothing was loaded, read or timed",
-            f"parameters: {describe_parameters(found['parameters'])}",
+            f"parameters: {plan.describe_parameters(found['parameters'])}",
             f"memory of each of {gpus} GPUs of {memory / 1e9:g} GB, AdamW:",
-            *describe_needs(self.needs, memory, counted=found["activations_counted"]),
+            *plan.describe_needs(self.needs, memory, counted=found["activations_counted"]),
             "cheapest that fits (least communication): " + (found["cheapest"] or "none fits"),
             f"tokens: {found['tokens']:,} positions in {steps:,} steps{assumed} on {gpus} GPUs",
         ]
@@ -271,14 +263,14 @@ class Forecast:
                 f" (features.dir='') {readable(per_token * found['tokens'] / steps)} a step, and"
                 " the base runs in every step"
             )
-        for what, total, speed in (
-            ("training", found["operations_per_step"] * steps * gpus, rate),
-            ("regenerating the data", found["regenerate_operations"], rate),
+        for what, total in (
+            ("training", found["operations_per_step"] * steps * gpus),
+            ("regenerating the data", found["regenerate_operations"]),
         ):
             time = "time not predicted without flops=, what a GPU reaches per second (400e12, say)"
-            if speed:
+            if rate:
                 time = (
-                    f"{clock(total / (speed * gpus))} at flops={speed:g} of each GPU, as given;"
+                    f"{plan.clock(total / (rate * gpus))} at flops={rate:g} of each GPU, as given;"
                     " communication, the optimizer and reading weights for decoding not predicted"
                 )
             lines += [f"{what}: {total:.3g} operations; {time}"] if total else []
@@ -304,12 +296,12 @@ def forecast(
         cfg = replace(cfg, autocast="bfloat16")
     drawn = sketch(cfg)
     base, heads = drawn.parts["base"], drawn.parts.get("heads")
-    spreads = {name: each for name, each in SPREADS.items() if each.deepspeed or gpus == 1}
+    spreads = {name: each for name, each in plan.SPREADS.items() if each.deepspeed or gpus == 1}
     given = Spread.from_config(cfg.deepspeed)
     if cfg.deepspeed and given not in spreads.values():
         spreads["as set"] = given
     activations = _activations(cfg, drawn)
-    needs = needs_of(drawn, cfg, activations or 0.0, spreads, gpus)
+    needs = plan.needs_of(drawn, cfg, activations or 0.0, spreads, gpus)
     taps = 0
     if heads is not None and not any(p.requires_grad for p in base.parameters()):
         taps = len(with_final(heads.taps))
@@ -324,7 +316,7 @@ def forecast(
     figures = {
         "gpus": gpus,
         "memory": memory,
-        "parameters": parameters_of(drawn),
+        "parameters": plan.parameters_of(drawn),
         "activations_counted": activations is not None,
         "stages": stages,
         "cheapest": next((name for name, each in stages.items() if each["fits"]), None),

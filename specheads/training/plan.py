@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class Work:
         output: the output matrix [V, d] of the loss.
     """
 
-    parts: Parts
+    parts: Mapping[str, Any]
     groups: Groups
     output: Tensor
 
@@ -314,12 +315,10 @@ def plan_stage(stage: Stage, cfg: TrainConfig, parts: Parts, output_weight: Tens
     # what a micro-batch added is activations, and gradients that are formed in forward
     activations = max(0.0, (extra or 0.0) - timed.logits - timed.formed)
     ranks = world if world > 1 else 8
-    # what many processes can train with these settings
-    others = {name: each for name, each in SPREADS.items() if each.deepspeed}
-    if cfg.optim.name != "adamw":
-        others = {}
     needs = needs_of(work, cfg, activations, {"as set": spread}, world)
-    needs |= needs_of(work, cfg, activations, others, ranks)
+    if cfg.optim.name == "adamw":  # which many processes can train with
+        others = {name: each for name, each in SPREADS.items() if each.deepspeed}
+        needs |= needs_of(work, cfg, activations, others, ranks)
     return StagePlan(
         name=work.groups[0]["name"].removesuffix("_muon") if stage.name == "train" else stage.name,
         num_steps=(stage.last_step or cfg.steps) - stage.first_step,
@@ -626,7 +625,5 @@ def export_bytes(plans: Sequence[StagePlan], parts: Parts) -> int:
 
 
 def clock(seconds: float) -> str:
-    """Return a duration as ``h:mm:ss``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
+    """Return a duration as ``h:mm:ss``, with days before it."""
+    return str(timedelta(seconds=round(seconds)))

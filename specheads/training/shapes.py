@@ -22,8 +22,8 @@ class Shape:
         intermediate: width m of the MLP.
         key_width: numbers of a key, all heads together; d without grouped queries.
         vocab: tokens V.
+        query_width: numbers of a query, all heads together.
         tied: whether the output matrix is the embedding.
-        query_width: numbers of a query, all heads together; 0: d.
     """
 
     hidden: int
@@ -31,8 +31,8 @@ class Shape:
     intermediate: int
     key_width: int
     vocab: int
+    query_width: int
     tied: bool = False
-    query_width: int = 0
 
     @classmethod
     def from_config(cls, config: Any) -> Shape | None:
@@ -42,26 +42,17 @@ class Shape:
                 config.hidden_size // config.num_attention_heads
             )
             return cls(
-                hidden=config.hidden_size,
-                layers=config.num_hidden_layers,
-                intermediate=config.intermediate_size,
-                key_width=head_dim * config.num_key_value_heads,
-                vocab=config.vocab_size,
-                tied=bool(config.tie_word_embeddings),
-                query_width=head_dim * config.num_attention_heads,
-            )
+                config.hidden_size, config.num_hidden_layers, config.intermediate_size,
+                head_dim * config.num_key_value_heads, config.vocab_size,
+                head_dim * config.num_attention_heads, bool(config.tie_word_embeddings),
+            )  # fmt: skip
         except AttributeError:
             return None
 
     @property
-    def query(self) -> int:
-        """Numbers of a query, all heads together."""
-        return self.query_width or self.hidden
-
-    @property
     def layer_matrices(self) -> int:
         """Numbers of a layer's matrices."""
-        return self.hidden * (2 * self.query + 2 * self.key_width + 3 * self.intermediate)
+        return self.hidden * (2 * self.query_width + 2 * self.key_width + 3 * self.intermediate)
 
     @property
     def parameters(self) -> int:
@@ -69,11 +60,6 @@ class Shape:
         d = self.hidden
         matrices = self.vocab * d * (1 if self.tied else 2)
         return self.layers * (self.layer_matrices + 2 * d) + d + matrices
-
-    def lora_parameters(self, rank: int) -> int:
-        """Parameters of adapters on every linear layer of the decoder."""
-        d, m, key = self.hidden, self.intermediate, self.key_width
-        return self.layers * rank * (2 * (d + self.query) + 2 * (d + key) + 3 * (d + m))
 
 
 def layer_activations(
@@ -90,7 +76,7 @@ def layer_activations(
         rank: the adapter's rank.
         mask: bytes of an element of a dropout mask: 1 on a GPU, 4 on a CPU.
     """
-    d, m, query, key = shape.hidden, shape.intermediate, shape.query, shape.key_width
+    d, m, query, key = shape.hidden, shape.intermediate, shape.query_width, shape.key_width
     attention = 2 * size * (query + key)
     small = 2 * 4  # the norms' scale
     if not adapter:

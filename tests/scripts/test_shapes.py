@@ -48,7 +48,7 @@ def test_parameters_are_those_of_the_model(tied: bool) -> None:
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     add_adapter(model, AdapterConfig("lora", rank=5))
     adapters = [p for name, p in model.named_parameters() if ".lora_" in name]
-    assert shape.lora_parameters(5) == sum(p.numel() for p in adapters)
+    assert costs.lora_parameters(shape, 5) == sum(p.numel() for p in adapters)
     assert costs.Shape.from_config(GPT2Config()) is None
 
 
@@ -118,7 +118,7 @@ def test_arithmetic_is_what_torch_counts() -> None:
 
 def test_kinds_train_what_they_say() -> None:
     """A frozen base among the trained weights costs eight times its memory."""
-    shape = costs.Shape(8, 2, 16, 4, 50)
+    shape = costs.Shape(8, 2, 16, 4, 50, 8)
     base, block, matrix = shape.parameters, 8 * 8 + 8, 50 * 8
     # per layer 2 * 64 + 2 * 32 + 3 * 128 + 16; a norm, two matrices
     assert base == 2 * (128 + 64 + 384 + 16) + 8 + 2 * matrix

@@ -119,7 +119,7 @@ def test_the_verdict_is_about_a_step_not_about_a_sum(
     assert 4 * 269 + 12 * 203 <= found.peak <= states + found.logits + found.formed
     text = describe_costs(toy_config(tmp_path), [plan], {})
     assert f"{readable(found.training)}  " in text and "fits in " in text
-    assert "on 8 ranks" in text and "activations are left out" in text
+    assert "on 8 ranks" in text
     # buckets of 500 million numbers of 4 bytes, which no dry run on one rank would show
     assert plan.needs["zero2"].buckets == 2e9
     # the gradient of the output matrix, whole on every rank while the loss is formed
