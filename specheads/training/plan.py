@@ -383,8 +383,9 @@ def load_of(work: Work, cfg: TrainConfig, spread: Spread) -> Load:
     counts: Counter[int] = Counter()
     for parameter in trained.values():
         counts[_width(parameter, cfg, spread)] += parameter.numel()
-    base = None if cfg.model.init else parts.get("base")  # a new one is made whole
-    layers = [] if base is None else _layers(base)
+    # a new model is made whole
+    layers = [] if cfg.model.init else _layers(parts.get("base"))
+    sizes = [num_bytes(layer.parameters()) for layer in layers]
     fused = cfg.loss.implementation == "fused"
     return Load(
         trained=counts,
@@ -401,12 +402,12 @@ def load_of(work: Work, cfg: TrainConfig, spread: Spread) -> Load:
         ),
         small=sum(p.numel() for p in named if p.numel() < SMALL),
         largest=max((p.numel() for p in trained.values()), default=0),
-        layers=float(sum(num_bytes(layer.parameters()) for layer in layers)),
-        piece=float(max((num_bytes(layer.parameters()) for layer in layers), default=0)),
+        layers=float(sum(sizes)),
+        piece=float(max(sizes, default=0)),
     )
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def _layers(model: nn.Module | None) -> list[nn.Module]:
     """Return a decoder's layers; none of a model that has no list of them."""
     with contextlib.suppress(ValueError):
         return list(layers_of(model)) if isinstance(model, PreTrainedModel) else []
