@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from specheads.config import ConfigError, RunError, TrainConfig
+from specheads.config import ConfigError, TrainConfig
 from specheads.data.load import load_records
 from specheads.data.rendering import OUR_TEMPLATE
-from specheads.data.schema import Dropped, Record, json_digest, tokenizer_digest
+from specheads.data.schema import Dropped, Record, tokenizer_digest
 from specheads.models.base import load_tokenizer
 from specheads.runs.directory import is_used
 from specheads.system import dist
@@ -33,20 +32,20 @@ SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|syst
 NUM_SPECIAL = 16  # with <|reserved_0|> and so on, for those who tune the model to more roles
 _FOLDER, _MADE_FROM = "tokenizer", "made_from.json"
 _ROUND = 64  # rows of a new model's embedding come in multiples of it: matrix products like that
-_PATIENCE = 3 * 3600.0  # seconds that other ranks wait for the one that learns the merges
 
 
 def choose_tokenizer(cfg: TrainConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer that ``cfg.tokenizer`` asks for, on every rank the same.
 
     ``byte``: :func:`byte_tokenizer`. ``bpe``: :func:`bpe_tokenizer` of the run's training records,
-    kept in ``tokenizer/`` of the run directory, where a resumed run and the other ranks find it.
+    which every rank learns, and rank 0 keeps in ``tokenizer/`` of the run directory for a resumed
+    run.
     A folder or a name on the hub: that model's. Empty: that of ``model.name``.
 
     Raises:
         ConfigError: if there is none of that name, or the one of the run to resume is missing or
             was changed.
-        RunError: if rank 0 does not write it in time, or the disk is full.
+        RunError: if the disk is full.
     """
     trust = cfg.model.trust_remote_code
     if cfg.tokenizer == "byte":
@@ -185,13 +184,8 @@ def _bpe_of_run(cfg: TrainConfig) -> PreTrainedTokenizerBase:
                 shutil.copytree(kept, fresh, dirs_exist_ok=True)
         return tokenizer
     records = load_records(cfg.data, "train", dropped=Dropped())
-    if cfg.dry_run:  # leaves nothing behind
-        return bpe_tokenizer(_texts(records), cfg.tokenizer_size, _context(cfg))
-    wanted["text"] = json_digest(
-        [*_texts(records)]
-    ).hex()  # an earlier attempt in this folder had its own
-    if dist.is_main() and _kept(own, wanted) is None:
-        learned = bpe_tokenizer(_texts(records), cfg.tokenizer_size, _context(cfg))
+    learned = bpe_tokenizer(_texts(records), cfg.tokenizer_size, _context(cfg))
+    if dist.is_main() and not cfg.dry_run:
         made_from = {**wanted, "digest": tokenizer_digest(learned)}
         with whole_folder(own) as fresh:
             learned.save_pretrained(fresh)
@@ -201,7 +195,7 @@ def _bpe_of_run(cfg: TrainConfig) -> PreTrainedTokenizerBase:
             f" learned from {len(records):,} records, kept in {own}",
             flush=True,
         )
-    return _wait(own, wanted)
+    return learned
 
 
 def _texts(records: Iterable[Record]) -> Iterator[str]:
@@ -224,17 +218,4 @@ def _kept(folder: Path, wanted: Mapping[str, Any]) -> PreTrainedTokenizerBase | 
     tokenizer = load_tokenizer(str(folder))
     if tokenizer_digest(tokenizer) != made_from["digest"]:
         raise ConfigError(f"{folder} was changed after the run began to train with it")
-    return tokenizer
-
-
-def _wait(folder: Path, wanted: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    # there is no process group yet: the engine makes it, after model and data
-    end = time.monotonic() + _PATIENCE
-    while (tokenizer := _kept(folder, wanted)) is None:
-        if time.monotonic() > end:
-            raise RunError(
-                f"rank {dist.rank()} waited for rank 0 to write {folder}; all ranks need one disk"
-                " for the run directory, and the same data"
-            )
-        time.sleep(0.1)
     return tokenizer
