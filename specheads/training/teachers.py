@@ -7,35 +7,34 @@ added to the batches of ``data/pack.py`` beside the tokens.
 On-policy batches: a draft model that is only shown what the base writes never sees the places where
 its own guesses lead. Here it writes the answers, and learns the base's distribution along them
 (generalised knowledge distillation, arXiv:2306.13649, algorithm 1; arXiv:2310.08461). Every
-document keeps its place and its prompt, and its answer is written anew, at most as long as it was,
+document keeps its prompt, and its answer is written anew, at most as long as it was,
 so that as many tokens are read as without.
 """
 
 from __future__ import annotations
 
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.config import ConfigError, TrainConfig
 from specheads.data import teacher_cache
-from specheads.data.pack import Batch, Mapped, PackedBatches, number_of
+from specheads.data.chat import Encoded
+from specheads.data.pack import Batch, Mapped, PackedBatches, collate, number_of
 from specheads.data.served import AHEAD, ServedBatches, StatesServer
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models.base import input_device
 from specheads.models.output import OutputLayer, packed_hidden, with_final
 from specheads.system import dist
 from specheads.training.loop import Batches
-from specheads.training.plan import TIMED, clock
 from specheads.training.setup import Data
 
 
@@ -87,11 +86,8 @@ def cached_features(
     more = f", held-out rows {teacher_cache.readable(plans[1].num_bytes)}" if of_rows else ""
     said = f"{plans[0].describe()}{more}; {teacher_cache.still_missing(*plans)}"
     if cfg.dry_run or log is None:
-        passes = batches.rows_per_epoch / cfg.data.rows
-        seconds = 0.0 if url else passes * seconds_per_pass(base, batches)
-        filling = f"time to fill it: {clock(seconds)}"
         zeros = torch.zeros(len(stored) * sample.shape[-1], dtype=base.dtype)
-        return with_numbers(batches, hidden=zeros), heldout, [said, filling]
+        return with_numbers(batches, hidden=zeros), heldout, [said]
     log.say(said)
     caches = []
     shape = batches.rows, batches.seq_len
@@ -145,20 +141,6 @@ def with_numbers(batches: Batches, **numbers: Tensor) -> Mapped:
         return {**batch, **{name: x.repeat(*shape, 1) for name, x in numbers.items()}}
 
     return Mapped(batches, add)
-
-
-@torch.no_grad()
-def seconds_per_pass(base: PreTrainedModel, batches: Batches) -> float:
-    """Return the median time of the base alone on a micro-batch, as a feature cache is written."""
-    before, seconds = batches.state_dict(), []
-    for _ in range(TIMED + 1):
-        batch = next(batches)
-        ids, positions = (batch[key].to(base.device) for key in ("input_ids", "position_ids"))
-        begin = time.perf_counter()
-        packed_hidden(base, ids, positions).sum().item()  # waits for a GPU
-        seconds.append(time.perf_counter() - begin)
-    batches.load_state_dict(before)
-    return statistics.median(seconds[1:])
 
 
 def stored_teacher(
@@ -341,19 +323,11 @@ def _laid_out(
     batch: Batch, places: Sequence[_Place], answers: Sequence[Sequence[int]], pad_token_id: int
 ) -> Batch:
     """Return the batch with ``answers`` from each place's cut on; other documents are left out."""
-    free = {"input_ids": pad_token_id, "labels": IGNORE, "segment_ids": 0}
-    new = {key: torch.full_like(batch[key], value) for key, value in free.items()}
+    rows: list[list[Encoded]] = [[] for _ in batch["input_ids"]]
     for place, answer in zip(places, answers, strict=True):
-        row, end = place.row, place.cut + len(answer)
-        written = torch.tensor(list(answer), dtype=torch.long)
-        prompt, whole = slice(place.start, place.cut), slice(place.start, end)
-        new["input_ids"][row, prompt] = batch["input_ids"][row, prompt]
-        new["input_ids"][row, place.cut : end] = written
-        new["labels"][row, place.cut : end] = written
-        new["segment_ids"][row, whole] = batch["segment_ids"][row, whole]
-    # positions restart with every document, and padding is a document like any other
-    segments, places_of = new["segment_ids"], torch.arange(batch["segment_ids"].shape[1])
-    begins = torch.ones_like(segments, dtype=torch.bool)
-    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    new["position_ids"] = places_of - torch.where(begins, places_of, 0).cummax(1).values
-    return {**batch, **new}
+        prompt = batch["input_ids"][place.row, place.start : place.cut].tolist()
+        ids = np.array([*prompt, *answer], dtype=np.int32)
+        labels = np.array([IGNORE] * len(prompt) + [*answer], dtype=np.int32)
+        rows[place.row].append(Encoded("", ids, labels))
+    new = collate(rows, batch["input_ids"].shape[1], pad_token_id)
+    return {**batch, **new, "ids": batch["ids"]}

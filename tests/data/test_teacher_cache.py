@@ -457,7 +457,7 @@ def test_a_cache_of_something_else_is_refused(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_shards_are_named(base: PreTrainedModel, tmp_path: Path, kind: str) -> None:
-    """A shard cut short reads as zeros or ends the process; changed numbers are never noticed."""
+    """A shard cut short reads as zeros or ends the process; another cache's are other numbers."""
     documents = some_documents()
     plan = planned(kind, tmp_path / "f", documents)
     filled(plan, documents, base)
@@ -475,10 +475,6 @@ def test_damaged_shards_are_named(base: PreTrainedModel, tmp_path: Path, kind: s
     shutil.copy(other.folder / path.name, path)
     with pytest.raises(ConfigError, match=f"{path.name} .* it is of another cache"):
         TeacherCache(plan)
-    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    (plan.folder / plan.shards[0].file).unlink()
-    with pytest.raises(ConfigError, match="its numbers are not those that were written"):
-        filled(plan, documents, base)
     path.unlink()
     filled(plan, documents, base)
     again = path.read_bytes()  # safetensors writes its notes in any order
@@ -593,7 +589,7 @@ def test_a_run_plans_writes_and_reuses_its_cache(
     log = SimpleNamespace(say=said.append, doing=lambda what, share: shares.append(share))
     given: Any = tiny_llama, data, log, [FINAL]
     dry = _config(tiny_model_dir, tmp_path / "f", dry_run=True)
-    planned, _ = cached_features(dry, *given)[2]
+    (planned,) = cached_features(dry, *given)[2]
     assert "still to be written" in planned and "\n" not in planned
     assert not (tmp_path / "f").exists()
     batches, rows, _ = cached_features(cfg, *given)

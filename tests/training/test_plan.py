@@ -30,7 +30,7 @@ from specheads.training.plan import (
     optimizer_bytes,
     plan_stage,
 )
-from specheads.training.teachers import seconds_per_pass, with_numbers
+from specheads.training.teachers import with_numbers
 from tests.toys import ToyBatches, ToyObjective, toy_config
 
 OFFLOADS = {"zero2_offload", "zero3_offload"}
@@ -185,7 +185,7 @@ def test_time_is_that_of_all_micro_batches(tmp_path: Path, monkeypatch: pytest.M
     assert clock(3 * 3600 + 62) == "3:01:02"
 
 
-def test_a_cache_that_is_not_there_is_stood_in_for(tiny_llama: LlamaForCausalLM) -> None:
+def test_a_cache_that_is_not_there_is_stood_in_for() -> None:
     """A dry run must neither write the cache nor time the base that it is to save."""
     batches = ToyBatches()
     stand_in = with_numbers(batches, hidden=torch.zeros(6, dtype=torch.bfloat16))
@@ -194,8 +194,6 @@ def test_a_cache_that_is_not_there_is_stood_in_for(tiny_llama: LlamaForCausalLM)
     assert torch.equal(batch["labels"], batches.make(0)["labels"])
     assert stand_in.state_dict() == {"position": 1}
     stand_in.load_state_dict({"position": 5})
-    assert seconds_per_pass(tiny_llama, batches) > 0
-    assert batches.position == 5
 
 
 def test_totals_of_a_run(tmp_path: Path) -> None:
