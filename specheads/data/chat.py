@@ -393,12 +393,9 @@ def encode_records(
     if not found:
         masked, long = counts["unlabelled"], counts["too_long"]
         raise ConfigError(
-            f"all labels are masked in {masked} of {total} records ({long} are longer than a row):"
-            f" no assistant answer, no text, or the chat template of {documents.encoder.name} hides"
-            " them"
-            if masked >= long
-            else f"{long} of {total} records are longer than data.seq_len={documents.seq_len} and"
-            " the others have nothing to learn; raise data.seq_len"
+            f"all labels are masked in {masked} of {total} records (no assistant answer, no text,"
+            f" or the chat template of {documents.encoder.name} hides them), and {long} are longer"
+            f" than data.seq_len={documents.seq_len}"
         )
     return documents
 
@@ -425,29 +422,22 @@ def _pieces(encoded: Encoded, seq_len: int) -> list[Encoded]:
 
 PLAIN = ("⟦", "⟧")
 _LEARNED = "\x1b[38;5;16;48;5;157m"  # black on pale green
-_SPECIAL = {True: "\x1b[1;38;5;125;48;5;157m", False: "\x1b[38;5;125m"}  # red, bold where learned
 
 
-def segments(
-    encoded: Encoded, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[str, bool, bool]]:
-    """Cut a document where learned tokens begin or end, and around special tokens.
+def segments(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
+    """Cut a document where learned tokens begin or end.
 
     Yields:
-        The text of each run of tokens, whether they are learned, and whether they are special. The
-        texts join to that of the document.
+        The text of each run of tokens, and whether they are learned. The texts join to that of the
+        document.
     """
-    ids, labels = encoded.input_ids.tolist(), encoded.labels.tolist()
-    special = special_ids(tokenizer)
-    alike = [(label != IGNORE, i in special) for i, label in zip(ids, labels, strict=True)]
-    shown, start = "", 0
-    for (learned, is_special), run in groupby(alike):
+    ids, shown, start = encoded.input_ids.tolist(), "", 0
+    for learned, run in groupby((encoded.labels != IGNORE).tolist()):
         stop = start + len(list(run))
         # some tokenizers drop the space before a text, so a run is read behind what precedes it
         whole = _decode(tokenizer, ids[:stop])
         goes_on = whole.startswith(shown)
-        text = whole[len(shown) :] if goes_on else _decode(tokenizer, ids[start:stop])
-        yield text, learned, is_special
+        yield whole[len(shown) :] if goes_on else _decode(tokenizer, ids[start:stop]), learned
         shown, start = whole, stop
 
 
@@ -473,22 +463,15 @@ def render_mask(
         tokenizer: the tokenizer that encoded it.
         brackets: what stands before and after a learned part; None: colours of the terminal.
     """
-    found = segments(encoded, tokenizer)
-    if brackets is None:
-        return "".join(_paint(harmless(text), kept, special) for text, kept, special in found)
-    shown, (before, after) = "", brackets
-    for learned, run in groupby(found, key=lambda segment: segment[1]):
-        text = harmless("".join(segment[0] for segment in run))
-        shown += before + text + after if learned else text
+    shown = ""
+    for text, learned in segments(encoded, tokenizer):
+        text = harmless(text)
+        if learned and brackets:
+            text = text.join(brackets)
+        elif learned:  # terminals paint the rest of a line that ends in colour
+            text = "\n".join(_LEARNED + line + RESET if line else "" for line in text.split("\n"))
+        shown += text
     return shown
-
-
-def _paint(text: str, learned: bool, special: bool) -> str:
-    if not learned and not special:
-        return text
-    style = _SPECIAL[learned] if special else _LEARNED
-    lines = text.split("\n")  # terminals paint the rest of a line that ends in colour
-    return "\n".join(style + line + RESET if line else line for line in lines)
 
 
 def share(learned: int, tokens: int) -> str:

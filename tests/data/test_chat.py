@@ -231,7 +231,7 @@ def test_unusable_data_sets_are_refused(byte_tokenizer: PreTrainedTokenizerFast)
         encode_records([mute, mute], Documents(byte_tokenizer, seq_len=32), Tally(1.0, Dropped()))
     with pytest.raises(ConfigError, match="record m: with nothing to learn"):
         encode_records([mute, mute], Documents(byte_tokenizer, seq_len=32))
-    with pytest.raises(ConfigError, match="1 of 1 records are longer than data.seq_len=32"):
+    with pytest.raises(ConfigError, match="and 1 are longer than data.seq_len=32"):
         encode_records([_pair("long", 10, 22)], Documents(byte_tokenizer, seq_len=32))
     with pytest.raises(ConfigError, match="data.seq_len is 33, longer than .* context of 32"):
         encode_records([_pair("fits", 10, 21)], Documents(byte_tokenizer, seq_len=33, context=32))
