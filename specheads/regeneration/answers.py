@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import json
 import os
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +24,6 @@ from specheads.models.manifest import one_line, read_json
 from specheads.regeneration.dialogue import prompt_digest
 from specheads.system.files import cut_torn_line, no_room, whole_file, write_whole
 from specheads.verification.sampling import Sampler
-
-HELD = 2.0  # seconds for which lines are held back at most, so that many are written together
 
 
 @dataclass(frozen=True)
@@ -76,15 +73,13 @@ class Outcome:
 class AnswerFile:
     """The open output; nobody else can have it open.
 
-    What comes within :data:`HELD` seconds is written together, the rest when it is closed.
-
     Args:
         path: the .jsonl; made with its folder if it is not there.
         settings: JSON of all that decides what answers there are. A file made with others is
             refused.
 
     Attributes:
-        done: id -> digest of the prompt, of every record in the file or held for it.
+        done: id -> digest of the prompt, of every record in the file.
         bad: id -> reason, of the records in quarantine.
         num_cut: bytes of a line that a killed run had not finished, and that were cut off.
 
@@ -104,8 +99,6 @@ class AnswerFile:
             raise ConfigError(f"another process is writing {self.path}") from None
         except OSError as error:
             raise ConfigError(f"cannot write {self.path}: {error.strerror}") from None
-        self._held: tuple[list[Record], list[dict[str, Any]]] = [], []
-        self._written = 0.0
         try:
             self._check_settings(settings)
             self.num_cut = cut_torn_line(self.path)
@@ -169,10 +162,10 @@ class AnswerFile:
         return [r for r in records if r["id"] not in self.done and r["id"] not in self.bad]
 
     def append(self, answered: Sequence[Record], quarantined: Sequence[RecordError] = ()) -> None:
-        """Append whole lines to both files, now or with those that come next; there may be none.
+        """Append whole lines to both files; there may be none.
 
         Raises:
-            RunError: as :meth:`flush` does.
+            RunError: if there is no room; what was there before is untouched.
         """
         bad = [
             {"id": error.row["id"], "kind": error.row["kind"], "reason": error.reason}
@@ -182,19 +175,6 @@ class AnswerFile:
         ]
         self.done |= {record["id"]: prompt_digest(record) for record in answered}
         self.bad |= {line["id"]: line["reason"] for line in bad}
-        self._held[0].extend(answered)
-        self._held[1].extend(bad)
-        if any(self._held) and time.monotonic() - self._written > HELD:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what is held, and force it onto the disk.
-
-        Raises:
-            RunError: if there is no room; what was there before is untouched.
-        """
-        (answered, bad), self._held = self._held, ([], [])  # nothing is tried twice
-        self._written = time.monotonic()
         try:
             if bad:  # first, so that a kill leaves both files in the order of their records
                 with self.bad_path.open("ab", buffering=0) as file:
@@ -213,7 +193,6 @@ class AnswerFile:
 
         In which order answers came depends on when a run was killed; what is trained on must not.
         """
-        self.flush()
         place = {record["id"]: number for number, record in enumerate(records)}
         lines = self.path.read_bytes().splitlines(keepends=True)
         order = [place.get(name, len(place)) for name in self.done]
@@ -237,11 +216,8 @@ class AnswerFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Write what is held, and close the file, which gives the lock back."""
-        try:
-            self.flush()
-        finally:
-            self._file.close()
+        """Close the file, which gives the lock back."""
+        self._file.close()
 
 
 def _locked(path: Path) -> FileIO:
@@ -276,4 +252,3 @@ def _append(file: FileIO, values: Iterable[Mapping[str, Any]]) -> None:
     data = _lines(values)
     while data:
         data = data[os.write(file.fileno(), data) :]
-    os.fsync(file)

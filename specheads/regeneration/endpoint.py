@@ -5,13 +5,12 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from multiprocessing import TimeoutError as NothingYetError
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from specheads.config import ConfigError, RunError
 from specheads.data.schema import Record, RecordError
-from specheads.regeneration.answers import HELD, Outcome, Sampling, record_seed
+from specheads.regeneration.answers import Outcome, Sampling, record_seed
 from specheads.regeneration.dialogue import (
     Answer,
     Dialogue,
@@ -130,11 +129,7 @@ def ask_server(
     try:
         while settled < len(records):
             outcome, reason = Outcome(), ""
-            try:
-                item = items.next(timeout=HELD)
-            except NothingYetError:
-                yield outcome  # what is held may be written
-                continue
+            item = next(items)
             settled += 1
             if isinstance(item, RecordError):
                 held.append(item)

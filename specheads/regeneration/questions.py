@@ -42,12 +42,6 @@ MOST = 8  # attempts per question beyond those, before it is given up
 MOST_OPENING = 0.1  # of the questions may begin with the same two words
 SHORTEST = 8  # characters of a question
 
-_CURES = {
-    "truncated": "questions.max_new_tokens= with a larger number lets more of them end",
-    "empty": "a base that ends its texts at once needs questions of others, prompts=<file>",
-}
-_OTHERS = "questions.temperature= with another number, or prompts=<file>, makes them differ"
-
 
 def read_leads(kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return what leads a base to each of ``kinds``; to all where there are none.
@@ -110,16 +104,15 @@ class Questioner:
             attempts = _Attempts(self, limit, file)
             with progress_bar("question", total=limit) as bar:
                 for _ in attempts.steps(known):
-                    file.append([])  # what is held may be written
                     advance(bar, len(attempts.kept) - bar.n)
             left_out = file.reasons().replace("in quarantine", "left out")
             num, kinds = len(attempts.kept), Counter(each["kind"] for each in attempts.kept)
             if num < limit:
-                ((reason, _),) = Counter(file.bad.values()).most_common(1)
                 raise RunError(
                     f"of {attempts.num_judged:,} questions that the base wrote {num:,} can be"
                     f" used, {limit:,} are wanted; {left_out}, see {file.bad_path};"
-                    f" {_CURES.get(reason, _OTHERS)}"
+                    " questions.max_new_tokens= or questions.temperature= with another number, or"
+                    " prompts=<file>, changes that"
                 )
         told = ", ".join(f"{kind} {num:,}" for kind, num in kinds.items())
         return attempts.kept, f"{path}: {num:,} questions ({told}), {left_out}"

@@ -96,7 +96,6 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.Monk
             patch.setattr(module.os, "write", short)
             with pytest.raises(RunError, match="no room to write .*out.jsonl"):
                 answers.append(RECORDS[1:])
-                answers.flush()
     with AnswerFile(path, SETTINGS) as answers:
         assert answers.done.keys() == {"a", "b"} and answers.num_cut > 0
     assert lines_of(path) == RECORDS[:2]
@@ -220,7 +219,6 @@ def test_the_end_is_in_the_order_of_the_records(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another process is writing"):
             AnswerFile(path, SETTINGS)
         answers.append([chat("more")])
-        answers.flush()
         assert [line["id"] for line in lines_of(path)] == list(answers.done)
     with AnswerFile(path, SETTINGS) as answers:
         assert answers.left(RECORDS) == [] and len(answers.done) == 5
