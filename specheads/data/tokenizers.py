@@ -173,12 +173,16 @@ def _bpe_of_run(cfg: TrainConfig) -> PreTrainedTokenizerBase:
     if cfg.resume and (cfg.resume != "auto" or is_used(own.parent)):
         # the weights know this one, whatever the data and the library have become since
         kept = own if cfg.resume == "auto" else Path(cfg.resume).resolve().parent.parent / _FOLDER
-        tokenizer = _kept(kept, wanted)
-        if tokenizer is None:
+        path = kept / _MADE_FROM
+        made_from = json.loads(path.read_text()) if path.is_file() else {}
+        if not wanted.items() <= made_from.items():
             raise ConfigError(
                 f"resume={cfg.resume}: the run has no tokenizer in {kept} that was made with"
                 f" tokenizer={cfg.tokenizer} tokenizer_size={cfg.tokenizer_size}"
             )
+        tokenizer = load_tokenizer(str(kept))
+        if tokenizer_digest(tokenizer) != made_from["digest"]:
+            raise ConfigError(f"{kept} was changed after the run began to train with it")
         if dist.is_main() and kept != own and not cfg.dry_run:
             with whole_folder(own) as fresh:
                 shutil.copytree(kept, fresh, dirs_exist_ok=True)
@@ -207,15 +211,3 @@ def _texts(records: Iterable[Record]) -> Iterator[str]:
 def _context(cfg: TrainConfig) -> int | None:
     length = cfg.model.init.get("max_position_embeddings")
     return length if isinstance(length, int) else None
-
-
-def _kept(folder: Path, wanted: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer in a folder, None unless it was made from what is wanted."""
-    path = folder / _MADE_FROM
-    made_from = json.loads(path.read_text()) if path.is_file() else {}
-    if not wanted.items() <= made_from.items():
-        return None
-    tokenizer = load_tokenizer(str(folder))
-    if tokenizer_digest(tokenizer) != made_from["digest"]:
-        raise ConfigError(f"{folder} was changed after the run began to train with it")
-    return tokenizer

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specheads.data import served
+from specheads.system import client
 from specheads.training.engine import TorchEngine
 from tests.end_to_end.commands import SHORT, on_files, start
 from tests.end_to_end.test_resume_recipes import rows_of, weights_of
@@ -39,7 +40,7 @@ def train(
     tmp_path: Path, tiny_model_dir: Path, tiny_jsonl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., int]:
     """Return a function that trains into the folder of a name, and gives the exit code."""
-    monkeypatch.setattr(served, "_PAUSE", 0.02)
+    monkeypatch.setattr(client, "_LONGEST_PAUSE", 0.02)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 
