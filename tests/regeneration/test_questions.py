@@ -214,7 +214,7 @@ def different(number: int) -> str:
         (lambda n: [EOS], "empty", "prompts=<file>"),
         (lambda n: [32, 10, 32, EOS], "empty", "prompts=<file>"),
         (lambda n: [*b"what is it", 257], "special", "questions.temperature"),
-        (lambda n: list(b"and so on and so on"), "truncated", "questions.max_new_tokens= with"),
+        (lambda n: list(b"and so on and so on"), "truncated", "questions.max_new_tokens="),
         (lambda n: [0xC3, *b" is half a letter", EOS], "text", "prompts=<file>"),
         (lambda n: [*b"what is this", 300, EOS], "token", "prompts=<file>"),
         (lambda n: tokens(" tell me about the one and only thing"), "similar", "temperature"),
