@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -144,33 +144,21 @@ def write_answers(
         bad = Counter(answers.bad.values())
         if bad["server"]:
             say(f"the server failed {bad['server']:,} of them; the same command tries those again")
-        cure = _cure_of_cut_answers(answers.done, answers.bad, int(settings["max_new_tokens"]))
+        num_judged, limit = len(answers.done) + bad.total(), int(settings["max_new_tokens"])
+        cure = ""
+        if 0 < num_judged <= 10 * bad["truncated"]:
+            # those that are left are the short ones: heads would learn that answers are short
+            cure = (
+                f"{bad['truncated']:,} of {num_judged:,} records reached max_new_tokens={limit} (or"
+                f" the context's end) before an answer's end: max_new_tokens={4 * limit} with"
+                " another output= lets more answers end, keep_truncated=true keeps them as they are"
+            )
         if not answers.done:
             raise RunError(f"no record was answered: {answers.reasons()}{cure and f'; {cure}'}")
         if cure:
             say(cure)
         done = {"done": len(answers.done), "done_before": num_before}
         return {"output": output, **done, "left": num_left, "bad": dict(bad)}
-
-
-def _cure_of_cut_answers(done: Collection[str], bad: Mapping[str, str], max_new_tokens: int) -> str:
-    """Return what to do where a tenth of all records or more is truncated, else nothing.
-
-    Those that are left are the short ones: heads would learn from them that answers are short.
-
-    Args:
-        done: ids of the answered records.
-        bad: id -> reason of the others.
-        max_new_tokens: that the answers were given.
-    """
-    num_cut = sum(reason == "truncated" for reason in bad.values())
-    if not num_cut or num_cut * 10 < len(done) + len(bad):
-        return ""
-    return (
-        f"{num_cut:,} of {len(done) + len(bad):,} records reached max_new_tokens={max_new_tokens}"
-        f" (or the context's end) before an answer's end: max_new_tokens={4 * max_new_tokens} with"
-        " another output= lets more answers end, keep_truncated=true keeps them as they are"
-    )
 
 
 def read_input(config: RegenerateConfig, say: Say) -> list[Record]:
