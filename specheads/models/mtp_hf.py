@@ -10,14 +10,12 @@ them, see :mod:`specheads.system.registration`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import torch
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -93,30 +91,6 @@ class _WithHeads:
         if config.mtp_heads is not None:
             self.mtp = MtpHeads.from_config(config.mtp_heads)
         _leave_on_disk(self, config, heads=config.mtp_heads is None)
-
-    def _candidate_generator(
-        self, generation_config: GenerationConfig, input_ids: torch.Tensor, **kwargs: Any
-    ) -> Any:
-        """Do as transformers does, for prompts that it (5.23) can draft behind with MTP modules.
-
-        It cuts as many tokens from the modules' cache as there are modules, and ends in an error
-        about the sizes of tensors where there are fewer.
-
-        Raises:
-            ConfigError: for fewer tokens than modules.
-        """
-        config: Any = cast(Any, self).config
-        number, num_tokens = config.num_mtp_layers or 0, input_ids.shape[1]
-        if generation_config.use_mtp and num_tokens < number:
-            raise ConfigError(
-                f"use_mtp: the prompt of {num_tokens} tokens is shorter than the {number} MTP"
-                " modules, and transformers cannot draft behind it: give at least"
-                f" {number} tokens, or leave use_mtp out"
-            )
-        theirs: Any = super()
-        return theirs._get_candidate_generator(generation_config, input_ids, **kwargs)
-
-    _get_candidate_generator: Any = _candidate_generator
 
 
 class LlamaMtpModel(_Decoder, LlamaModel):

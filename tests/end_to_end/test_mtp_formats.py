@@ -17,7 +17,6 @@ from specheads import export
 from specheads.attention.tree import default_tree
 from specheads.config import ConfigError, ExportConfig
 from specheads.formats import mtp_standard
-from specheads.formats.write import commands
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import origin, save_export
 from specheads.models.heads import MedusaHeads
@@ -101,41 +100,6 @@ def test_transformers_drafts_with_these_very_heads(
         assert drafted.shape == (num_heads,)
         chosen = logits.gather(1, drafted[:, None])[:, 0]
         torch.testing.assert_close(chosen, logits.max(dim=-1).values, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("case", ["llama-3", "llama-first", "mistral-window-3"])
-def test_a_prompt_shorter_than_the_modules_is_refused(
-    case: str, tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Prevents a crash inside transformers, about sizes of tensors, in the middle of a text."""
-    name, changes, num_heads, first = CASES[case]
-    base, heads = made(name, num_heads, hidden_first=first, **changes)
-    mtp_standard.write(tmp_path / "model", base, heads, byte_tokenizer)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    for layer in mtp_standard.unlisted_layers(base, num_heads):
-        model._keys_to_ignore_on_load_unexpected.add(rf"model\.layers\.{layer}\.")
-
-    def theirs(ids: Tensor, **how: Any) -> list[int]:
-        text = model.generate(ids, do_sample=False, max_new_tokens=12, **how)[0].tolist()
-        return list(text[ids.shape[1] :])
-
-    for length in range(1, num_heads + 2):
-        ids = torch.arange(1, 1 + length)[None]
-        if length < num_heads:
-            said = f"prompt of {length} tokens is shorter than the {num_heads} MTP modules"
-            with pytest.raises(ConfigError, match=said):
-                theirs(ids, use_mtp=True)
-        else:
-            assert theirs(ids, use_mtp=True) == theirs(ids)
-    noted = next(each for each in commands("mtp_standard", "m", info(model, num_heads)))
-    assert f"prompts of at least {num_heads} tokens" in noted.note
-
-
-def info(model: Any, num_heads: int) -> dict[str, Any]:
-    """Return what serving commands are made of."""
-    kind = model.config.model_type.removesuffix("_mtp")
-    about = {"name": "", "tuned": True}
-    return {"kind": "mtp", "num_heads": num_heads, "block": {"model_type": kind}, "base": about}
 
 
 def test_the_files_are_those_of_transformers(

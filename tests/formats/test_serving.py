@@ -282,3 +282,10 @@ def test_the_page_names_the_versions_that_were_checked() -> None:
                 assert any(line.startswith(f"| {each.engine} | {each.checked} |") for line in table)
     name = serving.proposer_settings()["model"]
     assert f'"model": "{name}"' in (docs / "serving_vllm.md").read_text()
+
+
+def test_prompts_too_short_for_transformers_are_named() -> None:
+    """It ends in an error about sizes of tensors, which tells nobody that the prompt is short."""
+    info = {**mtp("llama"), "num_heads": 3}
+    (noted, *_) = commands("mtp_standard", "FOLDER", info)
+    assert noted.engine == "transformers" and "prompts of at least 3 tokens" in noted.note
