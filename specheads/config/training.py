@@ -230,8 +230,7 @@ class LogConfig(Section):
     project: str = "specheads"
     # decoded texts at the end: samples.jsonl, and a table on wandb
     samples: int = at_least(0, 4)
-    # sent to wandb: export (at the end), or checkpoints (each of them, and the export)
-    artifacts: str = one_of("none", "export", "checkpoints")
+    artifacts: str = one_of("none", "export")  # sent to wandb at the end
 
 
 @dataclass

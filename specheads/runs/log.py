@@ -247,11 +247,6 @@ class RunLog:
         if self._metrics is not None:
             self._metrics.save(folder)
 
-    def saved(self, folder: Path) -> None:
-        """Send a whole checkpoint to wandb, with ``log.artifacts=checkpoints``."""
-        if self._wandb is not None:
-            self._wandb.checkpoint(folder)
-
     def say(self, text: str) -> None:
         """Print ``text`` on rank 0 without tearing the progress bar."""
         self._said = time.monotonic()

@@ -11,7 +11,6 @@ import functools
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -244,25 +243,12 @@ class WandbLog:
         self.log(step, shown)
 
     @_while_it_runs
-    def checkpoint(self, folder: Path) -> None:
-        """Send a checkpoint, with ``log.artifacts=checkpoints``."""
-        if self._cfg.artifacts == "checkpoints":
-            # the run removes old checkpoints, perhaps before they are uploaded
-            kept = self._dir / "wandb" / "artifacts" / folder.name
-            shutil.rmtree(kept, ignore_errors=True)
-            shutil.copytree(folder, kept, copy_function=_link)
-            self._artifact(kept, "checkpoint", folder.name)
-
-    @_while_it_runs
     def export(self, folder: Path) -> None:
-        """Send what users load, with ``log.artifacts=export`` or ``checkpoints``."""
+        """Send what users load, with ``log.artifacts=export``."""
         if self._cfg.artifacts != "none" and folder.is_dir():
-            self._artifact(folder, "export", "export")
-
-    def _artifact(self, folder: Path, kind: str, alias: str) -> None:
-        artifact = self._wandb.Artifact(f"{kind}-{self._run.id}", type=kind)
-        artifact.add_dir(str(folder), policy="immutable")
-        self._run.log_artifact(artifact, aliases=["latest", alias])
+            artifact = self._wandb.Artifact(f"export-{self._run.id}", type="export")
+            artifact.add_dir(str(folder), policy="immutable")
+            self._run.log_artifact(artifact, aliases=["latest", "export"])
 
     def close(self, *, failed: bool, interrupted: bool) -> None:
         """Wait for the upload, within bounds, and say how to upload what is left."""
@@ -272,15 +258,6 @@ class WandbLog:
             if interrupted:
                 self._run.mark_preempting()  # shown as such, not as crashed
             self._run.finish(exit_code=int(failed))
-            if not self._offline:
-                shutil.rmtree(self._dir / "wandb" / "artifacts", ignore_errors=True)
         if self._run is not None and self._offline and self._asked:
             self._say(f"Weights & Biases was offline; to upload: {self.sync_command}")
         self._run = None
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another disk, or one without links
-        shutil.copy2(source, target)

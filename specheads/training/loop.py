@@ -296,7 +296,6 @@ class _Training:
                 position = position or self.stage.batches.state_dict()
                 checkpoints.save_rank(folder, self.cfg, now, position)
                 self.run.save(folder)
-            self.run.saved(self.run.dir / "checkpoints" / f"step-{now.step:07d}")
             checkpoints.prune(self.run.dir, self.cfg.checkpoint.keep, newest=now.step)
 
 

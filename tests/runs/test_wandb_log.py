@@ -53,7 +53,7 @@ def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 def test_an_offline_run_is_complete(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What is not in the offline files is missing after wandb sync, and nobody notices."""
     folder = tmp_path / "run"
-    cfg = toy_config(folder, log__wandb="offline", log__artifacts="checkpoints")
+    cfg = toy_config(folder, log__wandb="offline", log__artifacts="export")
     with RunLog(cfg) as log:
         log.begin(0)
         log.metrics(2, TRAINED)
@@ -61,7 +61,6 @@ def test_an_offline_run_is_complete(tmp_path: Path, capfd: pytest.CaptureFixture
         checkpoint.mkdir(parents=True)
         (checkpoint / "state.json").write_text("{}")
         log.save(checkpoint)
-        log.saved(checkpoint)
     with RunLog(toy_config(folder, log__wandb="offline", log__artifacts="export",
                            resume="auto")) as log:  # fmt: skip
         log.begin(2, checkpoint)
@@ -94,26 +93,10 @@ def test_an_offline_run_is_complete(tmp_path: Path, capfd: pytest.CaptureFixture
         map(str, [[2, "head 0", 3.0], [4, "head 0", 1.5], [2, "head 1", 4.0], [4, "head 1", 2.0]])
     )
     assert any("acceptance_table" in name for name in panels)
-    assert found["artifacts"]["checkpoint"] == [["log.json", "state.json"]]
     assert found["artifacts"]["export"] == [["config.json"]]
     assert f"wandb sync {folder / 'wandb'}\n" in capfd.readouterr().out
     assert json.loads((folder / "samples.jsonl").read_text()) == sample
     assert (folder / "tree.svg").read_text() == "<svg><!--x--></svg>"
-
-
-def test_a_checkpoint_outlives_its_removal(tmp_path: Path) -> None:
-    """An artifact that points into a folder which the run has pruned cannot be uploaded."""
-    folder = tmp_path / "run"
-    with RunLog(toy_config(folder, log__wandb="offline", log__artifacts="checkpoints")) as log:
-        log.begin(0)
-        checkpoint = folder / "checkpoints" / "step-0000002"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "state.json").write_text("{}")
-        log.saved(checkpoint)
-        (checkpoint / "state.json").unlink()
-        checkpoint.rmdir()
-    kept = folder / "wandb" / "artifacts" / "step-0000002" / "state.json"
-    assert kept.read_text() == "{}"
 
 
 def test_an_unreachable_server_is_one_line(
