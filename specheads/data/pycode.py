@@ -31,13 +31,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from specheads.data.schema import Record, text_digest
 from specheads.runs.directory import package_version
 from specheads.system import dist
 from specheads.system.errors import ConfigError, RunError
 from specheads.system.files import locked, whole_file
+from specheads.system.terminal import progress_bar
 
 DEFAULT_PACKAGES = (
     "torch", "transformers", "numpy", "datasets", "peft", "accelerate", "deepspeed", "wandb",
@@ -75,6 +76,8 @@ _NEW_NAMES = (
 _BUILTINS = frozenset(dir(builtins)) | {"self", "cls"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 CODE_VERSION = 1  # change it when the corpus or the pairs change: it is part of the cache key
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def read_folders(folders: dict[str, Path]) -> list[Module]:
     """Every file under ``folders`` that is readable, hand-written and parsable, in order."""
     files = [(name, file) for name, top in folders.items() for file in sorted(top.rglob("*.py"))]
     modules = []
-    for name, file in files:
+    for name, file in _with_bar(files, "reading Python source"):
         inner = file.relative_to(folders[name])
         skipped = any(_SKIPPED_FOLDERS.fullmatch(part) for part in inner.parts[:-1])
         if skipped or inner.name.startswith(("test_", "conftest")):
@@ -132,6 +135,10 @@ def read_folders(folders: dict[str, Path]) -> list[Module]:
             continue
         modules.append(Module(f"{name}/{inner.as_posix()}", text))
     return modules
+
+
+def _with_bar(items: Sequence[T], what: str) -> Iterable[T]:
+    return progress_bar("module", iterable=items, desc=f"{what}: ", disable=not dist.is_main())
 
 
 def _say(text: str) -> None:
@@ -355,7 +362,7 @@ def make_pairs(modules: Iterable[Module]) -> dict[str, list[Record]]:
     found: dict[str, dict[str, list[Record]]] = {
         split: {kind: [] for kind in KINDS} for split in ("heldout", "train")
     }
-    for module in modules:
+    for module in _with_bar(modules, "making pairs"):
         for pair in pairs_of_module(module.path, module.text):
             own = owners.setdefault(pair.code, module.split) == module.split
             if own and (pair.kind, pair.prompt) not in prompts:
