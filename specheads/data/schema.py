@@ -22,9 +22,8 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,7 +50,12 @@ _TURNS = {"system", "user", "assistant"}  # only by data.columns
 KEYS = {key for keys in CONTENTS for key in keys}
 KNOWN = {"id", "kind", "tokens", *KEYS}
 EXPECTED = "a record holds messages, or conversations, or prompt and completion, or text"
-_COLUMNS = "say which is which: 'data.columns={prompt: <column>, completion: <column>}'"
+
+# what others call a prompt and its completion, the more telling names first
+_QUESTIONS = ("prompt", "question", "instruction", "query", "problem", "input", "user", "source")
+_ANSWERS = (
+    "completion", "answer", "response", "output", "solution", "reply", "assistant", "target",
+)  # fmt: skip
 
 # ShareGPT names speakers after the services its conversations come from
 _BOTS = ("gpt", "assistant", "chatgpt", "bing", "bard", "claude", "model", "bot", "chatbot")
@@ -60,6 +64,11 @@ _ROLES = {
     **dict.fromkeys(_BOTS, "assistant"),
     "system": "system",
     **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
+}
+_MAY_FOLLOW = {
+    "user": {"start", "system", "assistant"},
+    "assistant": {"user", "tool"},
+    "tool": {"assistant", "tool"},
 }
 
 
@@ -72,6 +81,19 @@ def check_columns(columns: Mapping[str, str]) -> None:
             raise ConfigError(f"data.columns: unknown key {key}{hint}")
     if columns.keys() & _TURNS and not columns.keys() >= {"user", "assistant"}:
         raise ConfigError("data.columns: user and assistant belong together")
+
+
+def columns_advice(names: Iterable[object]) -> str:
+    """Return the setting that says which of ``names`` are question and answer.
+
+    Common names are recognised; only these are repeated, so that nothing has to be quoted.
+    """
+    by_word = {name.lower(): name for name in names if isinstance(name, str)}
+    asked = next((by_word[word] for word in _QUESTIONS if word in by_word), "<column>")
+    answered = next((by_word[word] for word in _ANSWERS if word in by_word), "<column>")
+    if asked.lower() == "instruction" and "input" in by_word:
+        asked += f"+{by_word['input']}"
+    return f"say which is which: 'data.columns={{prompt: {asked}, completion: {answered}}}'"
 
 
 def wanted(columns: Mapping[str, str]) -> set[str]:
@@ -93,7 +115,7 @@ def usable(names: list[str], columns: Mapping[str, str], what: str) -> list[str]
             f" there are {there}"
         )
     if not columns and not any(keys <= set(names) for keys in CONTENTS):
-        raise ConfigError(f"{what} has the columns {there}; {EXPECTED}: {_COLUMNS}")
+        raise ConfigError(f"{what} has the columns {there}; {EXPECTED}: {columns_advice(names)}")
     return [name for name in names if name in keep]
 
 
@@ -179,7 +201,7 @@ def _content(record: Record, row: Mapping[str, Any], columns: Mapping[str, str] 
     found = [keys for keys in CONTENTS if keys <= record.keys()]
     if len(found) == 1:
         return found[0]
-    reason, advice = "without a content", _COLUMNS
+    reason, advice = "without a content", columns_advice(row)
     if found:
         meant = ", ".join(f"{key}: {key}" for key in sorted(found[0]))
         reason, advice = "with several contents", f"say which is meant: 'data.columns={{{meant}}}'"
@@ -248,14 +270,21 @@ def _check_turns(record: Record, key: str) -> bool:
         return False
     del record[key]
     messages = [_message(turn, f"{key}[{i}]") for i, turn in enumerate(turns)]
-    system = record.pop("system", None)
+    added, system = 0, record.pop("system", None)
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    if all(message["role"] != "user" for message in messages):
-        raise RecordError("without a user's turn", f"{key} has no turn of a user")
+        added = 1
     stop = start = int(messages[0]["role"] == "system")
-    while messages[stop]["role"] == "assistant":
+    while stop < len(messages) and messages[stop]["role"] == "assistant":
         stop += 1
+    if stop == len(messages):
+        raise RecordError("without a user's turn", f"{key} has no turn of a user")
+    before = "system" if start else "start"
+    for place, message in enumerate(messages[stop:], stop - added):
+        if before not in _MAY_FOLLOW.get(message["role"], ()):
+            what = f"turn {place} of {key} puts {message['role']} after {before}"
+            raise RecordError("whose roles do not alternate", f"roles must alternate, but {what}")
+        before = message["role"]
     record["messages"] = messages[:start] + messages[stop:]
     return stop > start
 
@@ -273,29 +302,36 @@ def _message(turn: object, place: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _wrong_tokens(tokens: Any) -> str:
+def _wrong_tokens(tokens: object) -> str:
     """Return what is wrong with the stored tokens of a record, nothing where they are fine."""
-    try:
-        ids, spans = list(tokens["ids"]), [(start, stop) for start, stop in tokens["answers"]]
-        bounds = [0, *chain.from_iterable(spans), len(ids)]
-        fine = bool(spans) and all(type(n) is int and n >= 0 for n in [*ids, *bounds])
-        fine &= bounds == sorted(bounds) and all(start < stop for start, stop in spans)
-        fine &= isinstance(tokens["tokenizer"], str)
-    except (KeyError, TypeError, ValueError):
-        fine = False
-    if not fine:
-        return (
-            "tokens must hold ids, answers (one [start, stop] of them or more, rising without"
-            f" overlap) and tokenizer, its digest; got {tokens!r:.120}"
-        )
+    if not isinstance(tokens, dict):
+        return f"tokens must be an object, got {tokens!r:.60}"
+    given: list[Any] = [tokens.get(key) for key in ("ids", "answers", "tokenizer")]
+    ids, spans, tokenizer = given
+    if not _are_counts(ids):
+        return f"tokens.ids must be a list of token ids, got {ids!r:.60}"
+    if not isinstance(tokenizer, str):
+        return f"tokens.tokenizer must be the digest of the tokenizer, got {tokenizer!r:.60}"
+    pairs = isinstance(spans, list) and all(_are_counts(s) and len(s) == 2 for s in spans)
+    if not spans or not pairs:
+        return f"tokens.answers must be a list of at least one [start, stop], got {spans!r:.60}"
+    end = 0
+    for start, stop in spans:
+        if not end <= start < stop <= len(ids):
+            return (
+                f"tokens.answers has [{start}, {stop}], which is no span of {len(ids)} ids behind"
+                f" {end}; they must rise without overlap"
+            )
+        end = stop
     if "top" in tokens:
         try:
             likely, log_probs = unpacked_top(tokens["top"], sum(b - a for a, b in spans))
         except (KeyError, TypeError, ValueError) as error:
             return f"tokens.top is wrong: {error!r:.80}"
-        odds = np.exp(log_probs)
-        if (likely < 0).any() or not (odds <= 1.001).all() or (odds.sum(1) > 1.01).any():
-            return "tokens.top holds numbers that are no token ids, or no log-probabilities"
+        if (likely < 0).any():
+            return "tokens.top.ids holds negative numbers"
+        if not (log_probs <= 1e-3).all() or (np.exp(log_probs).sum(1) > 1.01).any():
+            return "tokens.top.log_probs holds numbers that are no log-probabilities"
     return ""
 
 
@@ -319,6 +355,10 @@ def unpacked_top(top: Any, num_tokens: int) -> Top:
     ids, log_probs = (np.frombuffer(x, t) for x, t in zip(raw, ("<i4", "<f4"), strict=True))
     shape = num_tokens, int(top["k"])
     return ids.reshape(shape), log_probs.reshape(shape)
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
 
 
 def text_digest(text: str) -> bytes:

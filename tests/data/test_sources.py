@@ -164,7 +164,7 @@ def test_bad_records_are_left_out_and_counted(make: Make, tmp_path: Path) -> Non
     """One broken row must not cost the run, nor vanish."""
     items = rows(100)
     items[7] = {"id": "r7", "prompt": "no completion"}
-    items[12]["conversations"].append({"from": "alien", "value": "x"})
+    items[12]["conversations"].append({"from": "gpt", "value": "twice"})
     items[31]["id"] = "r30"
     data = make(tmp_path, items)
     dropped = Dropped()
@@ -174,7 +174,7 @@ def test_bad_records_are_left_out_and_counted(make: Make, tmp_path: Path) -> Non
     assert dropped.counts["read"] == 100
     assert dropped.reasons == {
         "without a content": 1,
-        "with an unknown role": 1,
+        "whose roles do not alternate": 1,
         "with the id of an earlier one": 1,
     }
     data.max_bad_fraction = 0.02
