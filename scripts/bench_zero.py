@@ -32,6 +32,7 @@ import harness
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 from zero_costs import (
     A100_OF_8,
@@ -78,6 +79,7 @@ class Settings:
 
     Attributes:
         table: print what fits, measure nothing
+        profile: print where the time of a step goes, by rank 0's profiler, and measure nothing else
         kinds: frozen: heads on a frozen base; lora: and its adapter; full: the base alone, whole
         stages: values of deepspeed; none: plain torch in one process; those with offload are left
             out where there is no compiler
@@ -90,6 +92,7 @@ class Settings:
     """
 
     table: bool = False
+    profile: bool = False
     kinds: tuple[str, ...] = KINDS
     stages: tuple[str, ...] = tuple(SPREADS)
     ranks: int = 2
@@ -303,6 +306,37 @@ def measure_time(given: Settings, kind: str, stage: str, folder: str) -> dict[st
     }
 
 
+# names of torch's operators and of gloo's by what they do; the rest is arithmetic
+MOVES = {
+    f"aten::{name}"
+    for name in ("copy_", "_to_copy", "cat", "narrow", "clone", "zero_", "fill_", "empty", "zeros")
+}
+
+
+def measure_profile(given: Settings, kind: str, stage: str, folder: str) -> dict[str, Any]:
+    """Return seconds of a step by what the main thread and the group's threads do."""
+    work = Work(given, kind, stage, folder)
+    work.open()
+    step = statistics.median(clock(work.step, given.repeats))
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        begin = time.perf_counter()
+        for _ in range(given.repeats):
+            work.step()
+        wall = (time.perf_counter() - begin) / given.repeats
+    parts = {"communication": 0.0, "copies": 0.0, "optimizer": 0.0, "arithmetic": 0.0}
+    for event in found.key_averages():
+        name, seconds = event.key, event.self_cpu_time_total / 1e6 / given.repeats
+        if name.startswith(("gloo:", "c10d::", "record_param_comms")):
+            parts["communication"] += seconds
+        elif any(each in name for each in ("adam", "foreach", "addcdiv", "lerp", "sqrt")):
+            parts["optimizer"] += seconds
+        elif name in MOVES:
+            parts["copies"] += seconds
+        else:
+            parts["arithmetic"] += seconds
+    return {"step": step, "profiled": wall, **parts}
+
+
 def worker(given: dict[str, Any], kind: str, stage: str, what: str, folder: str) -> None:
     """Measure one thing on this rank and write it."""
     settings = Settings(**given)
@@ -317,7 +351,8 @@ def worker(given: dict[str, Any], kind: str, stage: str, what: str, folder: str)
 
             DeepSpeedCPUAdam([torch.zeros(8, requires_grad=True)]).step()
     torch.mm(torch.ones(256, 256), torch.ones(256, 256))
-    measure = {"memory": measure_memory, "time": measure_time}[what]
+    parts = {"memory": measure_memory, "time": measure_time, "profile": measure_profile}
+    measure = parts[what]
     found = measure(settings, kind, stage, folder)
     Path(folder, f"rank{dist.rank()}.json").write_text(json.dumps(found))
     dist.shutdown()
@@ -466,6 +501,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         stages = [stage for stage in stages if not stage.endswith("offload")]
         print(f"without offload: {error}", file=sys.stderr)
     print(f"{shape_of(given).parameters / 1e6:.1f} M parameters, {given.ranks} ranks")
+    if given.profile:
+        for kind in given.kinds:
+            for stage in stages:
+                found = on_ranks(given, kind, stage, "profile")[0]
+                said = ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in found.items())
+                print(f"{kind:<7} {stage:<6} ms: {said}", flush=True)
+        return
     rows: list[dict[str, Any]] = []
     for kind in given.kinds:
         for stage in stages:

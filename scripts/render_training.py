@@ -657,11 +657,11 @@ def sharded(read: Read) -> str:
         for row in found["rows"]
     ]
     given, machine = found["settings"], found["environment"]
-    limit = given["share"] * found["base_bytes"]
     return (
         f"{table('run | peak of each rank, GB | end', lines)}\n\nA base of"
         f" {found['numbers'] / 1e6:,.0f} million parameters, {gigabytes(found['base_bytes'])} GB in"
-        f" {given['dtype']}; limit {gigabytes(limit)} GB a rank, libraries included;"
+        f" {given['dtype']}; limit {gigabytes(found['limit'])} GB a rank, {given['share']} of"
+        f" the first run's peak, libraries included;"
         f" {given['ranks']} ranks, {given['steps']} steps each; {machine['processor']},"
         f" {machine['date']}."
     )

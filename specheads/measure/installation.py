@@ -89,6 +89,7 @@ PACKAGES = (
     Package("bitsandbytes", "bitsandbytes", "model.quantization=nf4, optim=adamw8bit"),
     Package("deepspeed", "deepspeed", "deepspeed=zero0 to zero3"),
     Package("ninja", "ninja", "DeepSpeed's offload"),
+    Package("accelerate", "accelerate", "device_map=, deepspeed=zero3, adapter=lora"),
     Package("wandb", "wandb", "log.wandb"),
     Package("gguf", "gguf", "model=<file>.gguf, model=smollm2"),
     Package("matplotlib", "matplotlib", "bench report=, plots"),

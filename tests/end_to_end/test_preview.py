@@ -52,7 +52,7 @@ def test_preview_reads_what_training_reads(
     )
     shown = capsys.readouterr()
     assert code == 0, shown.err
-    assert "\x1b[38;5;16;48;5;157manswer\x1b[0m" in shown.out
+    assert "\x1b[38;5;16;48;5;157manswer<eos>\x1b[0m" in shown.out
 
 
 def test_nothing_to_learn_is_one_line_and_exit_code_1(
