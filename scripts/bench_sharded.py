@@ -4,10 +4,10 @@
 
 A base of random weights is written, layer by layer, and ``+recipe=medusa1``, ``medusa2`` with an
 adapter and ``dflash`` train on it with two ranks on this processor. A watcher reads the resident
-memory of each rank 50 times a second. The first run reads the base whole on each rank, as before it
-was divided while it was read, and is let be: ``--share`` of its peak is the limit of all others,
-which the watcher kills once a rank has more. The last run reads the base whole once more: the limit
-ends it. Resident memory is what Linux calls so, with libraries and what is mapped from files.
+memory of each rank 50 times a second and kills all of them once one has more than ``--share`` of
+what the base's weights take, the libraries included. The last run reads the base whole on each
+rank, as before it was divided while it was read: the same limit ends it. Resident memory is what
+Linux calls so, with what is mapped from files.
 """
 
 import os
@@ -33,12 +33,11 @@ WHOLE = "import specheads.training.setup as setup\nsetup._in_parts = lambda cfg:
 MAIN = "import sys\nfrom specheads.train import main\nsys.argv[0] = 'train'\nmain()\n"
 LORA = "+recipe=medusa2 heads=shared adapter=lora adapter.rank=8 model.gradient_checkpointing=true"
 CASES = {
-    "medusa1, read whole": "+recipe=medusa1 heads=shared",
     "medusa1": "+recipe=medusa1 heads=shared",
     "medusa2, adapter": LORA,
     "dflash": "+recipe=dflash heads.num_layers=1 heads.options.anchors=16",
     "medusa2, adapter, base in nf4, ZeRO-2": f"{LORA} model.quantization=nf4 deepspeed=zero2",
-    "medusa1, read whole, limited": "+recipe=medusa1 heads=shared",
+    "medusa1, read whole": "+recipe=medusa1 heads=shared",
 }
 
 
@@ -48,7 +47,7 @@ class Settings:
 
     Attributes:
         hidden: a multiple of 64
-        share: of what a rank needs that holds the base whole, that it may have resident
+        share: of the bytes of the base's weights, that a rank may have resident
         steps: of each run
         dtype: of the weights
         cases: runs by their names in the table
@@ -164,8 +163,10 @@ def main() -> None:
     root = given.folder or Path(tempfile.mkdtemp(prefix="sharded"))
     size = write_base(given, root / "base")
     numbers = size // torch.empty(0, dtype=getattr(torch, given.dtype)).element_size()
-    limit = float("inf")
-    print(f"{numbers / 1e6:,.0f} M parameters, {size / 1e9:.2f} GB", flush=True)
+    limit = given.share * size
+    print(
+        f"{numbers / 1e6:,.0f} M parameters, {size / 1e9:.2f} GB; limit {limit / 1e9:.2f} GB a rank"
+    )
     records = root / "records.jsonl"
     records.write_text(
         "".join(f'{{"text": "def f{i}(x):\\n    return x + {i}\\n"}}\n' for i in range(400))
@@ -188,22 +189,17 @@ def main() -> None:
             f"data.path={records}", f"hydra.run.dir={run}", "device=cpu",
             "optim=adamw", f"steps={given.steps}", "optim.lr=1e-4", "autocast=none", "data.rows=1",
             "data.seq_len=64", "evaluate.every=0", "evaluate.num_prompts=2",
-            "evaluate.loss_rows=2", "evaluate.max_new_tokens=16", "log.every=1",
-            "log.wandb=disabled",
+            "evaluate.loss_rows=2", "evaluate.max_new_tokens=16", "evaluate.minutes=0.1",
+            "log.every=1", "log.wandb=disabled",
         ]  # fmt: skip
         program = (WHOLE if "whole" in case else "") + MAIN
         found = {"case": case, **watched(program, words, given.ranks, limit)}
         found["exported"] = (run / "export" / "manifest.json").is_file()
         rows.append(found)
-        if limit == float("inf"):
-            limit = given.share * max(found["peaks"])
-            print(f"limit {limit / 1e9:.2f} GB", flush=True)
         peaks = ", ".join(f"{peak / 1e9:.2f}" for peak in found["peaks"])
         end = "killed" if found["killed"] else f"{given.steps} steps, exported"
         print(f"{case:<20} {peaks} GB  {end}  {found['seconds']:.0f} s", flush=True)
-    harness.write(
-        given.out, harness.report(given, base_bytes=size, numbers=numbers, limit=limit, rows=rows)
-    )
+    harness.write(given.out, harness.report(given, base_bytes=size, numbers=numbers, rows=rows))
     if given.folder is None:
         shutil.rmtree(root)
 

@@ -645,23 +645,3 @@ def zero(read: Read) -> str:
         told += f"; under DeepSpeed a step takes {cells((min(slower), max(slower)), '.1f', ' to ')}"
         told += " times its arithmetic, so that its time counts as not predicted"
     return f"{table(' | '.join(head), lines)}\n\n{told}."
-
-
-def sharded(read: Read) -> str:
-    """Return the resident memory of ranks that train a base which none may hold whole."""
-    found = read("sharded")
-    gigabytes = lambda number: f"{number / 1e9:.2f}"  # noqa: E731
-    lines = [
-        f"{row['case']} | {', '.join(map(gigabytes, row['peaks']))}"
-        f" | {'killed' if row['killed'] else 'trained and exported'}"
-        for row in found["rows"]
-    ]
-    given, machine = found["settings"], found["environment"]
-    return (
-        f"{table('run | peak of each rank, GB | end', lines)}\n\nA base of"
-        f" {found['numbers'] / 1e6:,.0f} million parameters, {gigabytes(found['base_bytes'])} GB in"
-        f" {given['dtype']}; limit {gigabytes(found['limit'])} GB a rank, {given['share']} of"
-        f" the first run's peak, libraries included;"
-        f" {given['ranks']} ranks, {given['steps']} steps each; {machine['processor']},"
-        f" {machine['date']}."
-    )
