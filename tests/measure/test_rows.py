@@ -250,10 +250,14 @@ def test_reasons_are_counted_once_and_written(
 
 def test_too_many_bad_records_end_the_run() -> None:
     """A file in another format must not train on the few rows that happen to fit."""
+
+    def make(at: tuple[str, str]) -> None:
+        raise RecordError(at[1], where=at[0])
+
     for allowed in (0.1, 0.09):
         tally = Tally(allowed, Dropped())
-        for where, reason in (("f:1", "odd"), ("f:2", "not JSON"), ("f:5", "not JSON")):
-            tally.add(RecordError(reason, where=where))
+        for at in (("f:1", "odd"), ("f:2", "not JSON"), ("f:5", "not JSON")):
+            assert tally.take(make, at) is None
         tally.total = 30
         if allowed == 0.1:
             tally.check("f")
