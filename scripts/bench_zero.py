@@ -51,7 +51,8 @@ from specheads.config import ConfigError, TrainConfig
 from specheads.config.compose import composed
 from specheads.models.adapters import add_adapter
 from specheads.models.output import output_layer
-from specheads.system import dist, hardware
+from specheads.system import dist, hardware, heartbeat
+from specheads.training import ranks
 from specheads.training.deepspeed_engine import need_compiler
 from specheads.training.engine import Objective, Spread, param_groups
 from specheads.training.forecast import forecast
@@ -342,20 +343,16 @@ def worker(given: dict[str, Any], kind: str, stage: str, what: str, folder: str)
     settings = Settings(**given)
     hardware.pin_threads(settings.threads)
     if dist.world_size() > 1:  # what a run loads is there before anything is measured
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        import deepspeed
-
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+        ranks.join(run_config(settings, kind, stage, folder))
         if stage.endswith("offload"):
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
             DeepSpeedCPUAdam([torch.zeros(8, requires_grad=True)]).step()
     torch.mm(torch.ones(256, 256), torch.ones(256, 256))
     parts = {"memory": measure_memory, "time": measure_time, "profile": measure_profile}
-    measure = parts[what]
-    found = measure(settings, kind, stage, folder)
-    Path(folder, f"rank{dist.rank()}.json").write_text(json.dumps(found))
-    dist.shutdown()
+    with heartbeat.together():
+        found = parts[what](settings, kind, stage, folder)
+        Path(folder, f"rank{dist.rank()}.json").write_text(json.dumps(found))
 
 
 def on_ranks(given: Settings, kind: str, stage: str, what: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 ``parts.py FOLDER``: prints ``ok`` for every architecture of which all is as of a base held whole.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from specheads.models import sharded
 from specheads.models.adapters import adapter_parameters, add_adapter, merge_adapter
 from specheads.models.base import load_base_model
 from specheads.models.checkpoint import save_hf
+from specheads.models.output import layers_of
 from specheads.system import dist
 from specheads.training.ranks import join
 from tests.conftest import build_byte_tokenizer, build_tiny_llama
@@ -51,9 +53,19 @@ def load(folder: Path, dtype: torch.dtype) -> tuple[Any, str]:
 
 
 def logits(model: Any) -> torch.Tensor:
-    """Run a model as it is."""
-    with torch.no_grad(), sharded.runnable(model):
-        return model(input_ids=IDS, use_cache=False).logits
+    """Run a model as it is; of one in parts a single layer is whole at a time."""
+    layers, held = layers_of(model), list[int]()
+
+    def count(*_: Any) -> None:
+        parts = ([p for p in layer.parameters() if hasattr(p, "ds_id")] for layer in layers)
+        held.append(sum(any(p.numel() for p in each) for each in parts))
+
+    with torch.no_grad(), sharded.runnable(model), contextlib.ExitStack() as hooks:
+        for layer in layers:
+            hooks.callback(layer.register_forward_pre_hook(count).remove)
+        found = model(input_ids=IDS, use_cache=False).logits
+    assert len(layers) > 1 and held == [int(sharded.is_sharded(model))] * len(layers), held
+    return found
 
 
 def check(folder: Path, dtype: str) -> None:
