@@ -5,9 +5,9 @@
 A base of random weights is written, layer by layer, and ``+recipe=medusa1``, ``medusa2`` with an
 adapter and ``dflash`` train on it with two ranks on this processor. A watcher reads the resident
 memory of each rank 50 times a second and kills all of them once one has more than ``--share`` of
-what the base's weights take, the libraries included. The last run reads the base whole on each
-rank, as before it was divided while it was read: the same limit ends it. Resident memory is what
-Linux calls so, with what is mapped from files.
+what a process has resident that has loaded the base whole, and nothing else. The last run reads the
+base whole on each rank, as before it was divided while it was read: the same limit ends it.
+Resident memory is what Linux calls so, with the libraries and what is mapped from files.
 """
 
 import os
@@ -30,6 +30,14 @@ from specheads.models.base import load_tokenizer
 from specheads.models.manifest import write_json
 
 WHOLE = "import specheads.training.setup as setup\nsetup._in_parts = lambda cfg: None\n"
+HOLD = """
+import sys
+import deepspeed, specheads.train
+from specheads.models.base import load_base_model
+base = load_base_model(sys.argv[1], dtype=sys.argv[2], device="cpu")
+total = sum(float(each.sum()) for each in base.parameters())  # so that every page is there
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmRSS")))
+"""
 MAIN = "import sys\nfrom specheads.train import main\nsys.argv[0] = 'train'\nmain()\n"
 LORA = "+recipe=medusa2 heads=shared adapter=lora adapter.rank=8 model.gradient_checkpointing=true"
 CASES = {
@@ -47,7 +55,7 @@ class Settings:
 
     Attributes:
         hidden: a multiple of 64
-        share: of the bytes of the base's weights, that a rank may have resident
+        share: that a rank may have resident, of what holding the base whole takes
         steps: of each run
         dtype: of the weights
         cases: runs by their names in the table
@@ -118,6 +126,16 @@ def resident(pid: int) -> int:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS")), 0)
 
 
+def held_whole(base: Path, dtype: str) -> int:
+    """Return the bytes that a process has resident once it has loaded a base whole."""
+    done = subprocess.run(
+        [sys.executable, "-c", HOLD, str(base), dtype], cwd=harness.ROOT, check=True,
+        env={**os.environ, **harness.RETURNING, "PYTHONPATH": str(harness.ROOT)},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return 1024 * int(done.stdout.splitlines()[-1])
+
+
 def watched(program: str, words: list[str], ranks: int, limit: float) -> dict[str, Any]:
     """Run a program as several ranks, and kill all of them once one of them has ``limit`` bytes."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -163,9 +181,11 @@ def main() -> None:
     root = given.folder or Path(tempfile.mkdtemp(prefix="sharded"))
     size = write_base(given, root / "base")
     numbers = size // torch.empty(0, dtype=getattr(torch, given.dtype)).element_size()
-    limit = given.share * size
+    whole = held_whole(root / "base", given.dtype)
+    limit = given.share * whole
     print(
-        f"{numbers / 1e6:,.0f} M parameters, {size / 1e9:.2f} GB; limit {limit / 1e9:.2f} GB a rank"
+        f"{numbers / 1e6:,.0f} M parameters, {size / 1e9:.2f} GB; a process that holds them has"
+        f" {whole / 1e9:.2f} GB; limit {limit / 1e9:.2f} GB a rank"
     )
     records = root / "records.jsonl"
     records.write_text(
@@ -199,7 +219,10 @@ def main() -> None:
         peaks = ", ".join(f"{peak / 1e9:.2f}" for peak in found["peaks"])
         end = "killed" if found["killed"] else f"{given.steps} steps, exported"
         print(f"{case:<20} {peaks} GB  {end}  {found['seconds']:.0f} s", flush=True)
-    harness.write(given.out, harness.report(given, base_bytes=size, numbers=numbers, rows=rows))
+    harness.write(
+        given.out,
+        harness.report(given, base_bytes=size, held_whole=whole, numbers=numbers, rows=rows),
+    )
     if given.folder is None:
         shutil.rmtree(root)
 
