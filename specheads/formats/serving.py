@@ -259,12 +259,11 @@ def custom_class(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     return text_copies(base, needed="the settings in speculative_config.json; ")
 
 
-def without_heads(info: dict[str, Any], removed: str = "") -> list[Serving]:
+def without_heads(info: dict[str, Any]) -> list[Serving]:
     """Return why engines cannot use the heads of a format that is none of theirs.
 
     Args:
         info: the config.json of the native export.
-        removed: what to say of vLLM's Medusa heads instead.
     """
     kind = info["kind"]
     if kind == "mtp":
@@ -279,8 +278,8 @@ def without_heads(info: dict[str, Any], removed: str = "") -> list[Serving]:
         if info.get("form", {}).get("form") == "joined":
             note = f"it knows block heads of the published form alone (+recipe=dspark); {_DRAFT}"
         return [Serving(engine, "", note) for engine in _ENGINES]
-    gone = removed or {
-        "medusa": "0.33 removed Medusa heads; format=vllm_medusa is for 0.28 to 0.32",
+    gone = {
+        "medusa": "0.33 removed Medusa heads",
         "hydra": "it has no Hydra method",
     }.get(kind, f"it has no method for {kind} heads")
     no_method = f"it has no Medusa or Hydra method; {_DRAFT}"

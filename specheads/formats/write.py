@@ -221,7 +221,6 @@ FORMATS = {
         chain=True,
         loads=True,
     ),
-    "vllm_medusa": _MEDUSA(holds="Medusa heads", serve=medusa.serve_vllm),
     "fasterdecoding_v1": _MEDUSA(
         holds="Medusa heads, an output matrix each", serve=medusa.serve_tgi
     ),

@@ -73,7 +73,6 @@ CASES: list[tuple[str, dict[str, Any], set[str], set[str]]] = [
         "vllm_custom_class", heads("hydra"),
         {"transformers", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}, set(),
     ),
-    ("vllm_medusa", heads("medusa"), {"vLLM"}, {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}),
     (
         "fasterdecoding_v1", heads("medusa"), {"TGI"},
         {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"},
@@ -161,11 +160,8 @@ def command(engine: str, form: str, info: dict[str, Any], **more: Any) -> str:
 
 def test_the_base_model_is_where_the_format_has_it() -> None:
     """A tuned base's heads on the original model guess worse, and nobody is told."""
-    both = '{"method": "medusa", "model": "FOLDER", "num_speculative_tokens": 3}'
-    assert command("vLLM", "vllm_medusa", heads("medusa")) == (
-        f"vllm serve org/base --speculative-config '{both}'"
-    )
-    assert command("vLLM", "vllm_medusa", heads("medusa", base=TUNED)).startswith(
+    assert command("vLLM", "vllm_heads", heads("medusa")).startswith("vllm serve org/base ")
+    assert command("vLLM", "vllm_heads", heads("medusa", base=TUNED)).startswith(
         "vllm serve FOLDER/base "
     )
     for form in ("plain", "merged", "vllm_custom_class"):
