@@ -235,28 +235,22 @@ def proposer_settings() -> dict[str, Any]:
     return speculative("custom_class", COPIED, "specheads.vllm_proposer.SuffixProposer")
 
 
-def text_copies(place: str, note: str = "", needed: str = "") -> list[Serving]:
+def text_copies(place: str, note: str = "") -> list[Serving]:
     """Return how engines serve a plain model, guessing from the text where they can.
 
     Args:
         place: the model's folder or name.
         note: for transformers.
-        needed: the beginning of vLLM's note.
     """
     # it looks for the last 12 tokens by default, which hardly ever come again in a short text
     copied = f"--spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m {COPIED}"
     return [
         transformers(place, f"prompt_lookup_num_tokens={COPIED}", note),
-        vllm(place, proposer_settings(), needed + _BESIDE),
+        vllm(place, proposer_settings(), _BESIDE),
         sglang(place, "NGRAM", num_draft_tokens=COPIED),
         tensorrt(place, decoding_type="NGram", max_draft_len=COPIED, max_matching_ngram_size=4),
         llama_cpp(f"base.gguf --spec-type ngram-simple {copied}", place),
     ]
-
-
-def custom_class(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
-    """Return how engines serve the base model that the settings are for."""
-    return text_copies(base, needed="the settings in speculative_config.json; ")
 
 
 def without_heads(info: dict[str, Any]) -> list[Serving]:

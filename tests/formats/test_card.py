@@ -173,7 +173,7 @@ def test_what_the_output_is_identical_to(tmp_path: Path) -> None:
 def test_no_path_of_this_machine_is_on_a_card(tmp_path: Path) -> None:
     """An uploaded card would tell strangers how the folders here are called, and help nobody."""
     base = {"name": "/home/me/models/base-7b", "tuned": False, "revision": None}
-    for form in ("native", "fasterdecoding_v1", "plain", "vllm_custom_class"):
+    for form in ("native", "fasterdecoding_v1", "plain"):
         front, body = written(tmp_path / form, form, info(base=base))
         assert "/home/me" not in body and str(tmp_path) not in body
         assert "base_model" not in front
@@ -295,10 +295,9 @@ def test_a_format_that_is_served_as_a_chain_promises_no_tree(tmp_path: Path) -> 
     for form in ("vllm_heads", "fasterdecoding_v1", "fasterdecoding_v2"):
         _, body = written(tmp_path / form, form, info(tree=tree))
         assert measured in body and chain in body
-    for form in ("plain", "vllm_custom_class"):
-        front, body = written(tmp_path / form, form, info(tree=tree))
-        assert "# Medusa" not in body and "medusa" not in front["tags"]
-        assert measured not in body and "Nothing was measured without the heads." in body
+    front, body = written(tmp_path / "plain", "plain", info(tree=tree))
+    assert "# Medusa" not in body and "medusa" not in front["tags"]
+    assert measured not in body and "Nothing was measured without the heads." in body
     tree["measured_on"] = on  # by a version that did not keep the chances
     _, body = written(tmp_path / "old", "fasterdecoding_v1", info(tree=tree))
     assert measured in body and "is expected to give" not in body

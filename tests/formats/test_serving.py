@@ -70,10 +70,6 @@ CASES: list[tuple[str, dict[str, Any], set[str], set[str]]] = [
         }, set(),
     ),
     (
-        "vllm_custom_class", heads("hydra"),
-        {"transformers", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}, set(),
-    ),
-    (
         "fasterdecoding_v1", heads("medusa"), {"TGI"},
         {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"},
     ),
@@ -164,9 +160,8 @@ def test_the_base_model_is_where_the_format_has_it() -> None:
     assert command("vLLM", "vllm_heads", heads("medusa", base=TUNED)).startswith(
         "vllm serve FOLDER/base "
     )
-    for form in ("plain", "merged", "vllm_custom_class"):
+    for form in ("plain", "merged"):
         assert command("vLLM", form, heads("medusa", base=TUNED)).startswith("vllm serve FOLDER ")
-    assert command("vLLM", "vllm_custom_class", heads("medusa")).startswith("vllm serve org/base ")
     assert "specheads.vllm_proposer.SuffixProposer" in command("vLLM", "plain", {})
     draft = {"kind": "draft", "base": {"name": "org/base"}}
     assert command("vLLM", "draft", draft, base="BASE").startswith("vllm serve BASE ")
