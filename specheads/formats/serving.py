@@ -35,6 +35,7 @@ _OF_OTHERS = ("eagle-", "eagle3", "dflash", "dspark")
 DEEPSEEK = "deepseek_v3"
 NATIVE_MTP = (DEEPSEEK, "glm4_moe")  # bases whose MTP layers engines know by themselves
 _HEADS = "specheads.vllm_heads.HeadsProposer"
+_PROPOSER = "specheads.vllm_proposer.SuffixProposer"
 _BESIDE = "needs specheads in vLLM's environment, and its first model runner: docs/serving_vllm.md"
 COPIED = 8  # tokens guessed per step at most; where nothing was written before, nothing is guessed
 
@@ -230,11 +231,6 @@ def draft_model(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     ]
 
 
-def proposer_settings() -> dict[str, Any]:
-    """Return the value of vLLM's ``--speculative-config`` for guesses from the text."""
-    return speculative("custom_class", COPIED, "specheads.vllm_proposer.SuffixProposer")
-
-
 def text_copies(place: str, note: str = "") -> list[Serving]:
     """Return how engines serve a plain model, guessing from the text where they can.
 
@@ -246,7 +242,7 @@ def text_copies(place: str, note: str = "") -> list[Serving]:
     copied = f"--spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m {COPIED}"
     return [
         transformers(place, f"prompt_lookup_num_tokens={COPIED}", note),
-        vllm(place, proposer_settings(), _BESIDE),
+        vllm(place, speculative("custom_class", COPIED, _PROPOSER), _BESIDE),
         sglang(place, "NGRAM", num_draft_tokens=COPIED),
         tensorrt(place, decoding_type="NGram", max_draft_len=COPIED, max_matching_ngram_size=4),
         llama_cpp(f"base.gguf --spec-type ngram-simple {copied}", place),

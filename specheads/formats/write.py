@@ -54,7 +54,6 @@ class Format:
             Raises ConfigError before anything is loaded for heads of one of ``kinds`` that the
             format cannot hold, as far as config.json says that.
         serve: ``(place, base, info) -> commands``, see :func:`commands`.
-        without: whether the heads are left out.
         chain: whether engines draft with it a chain of best guesses, and no tree.
         loads: whether ``from_pretrained`` of transformers loads the folder.
         inside: where in the folder a tuned base lies.
@@ -64,7 +63,6 @@ class Format:
     holds: str
     write: Callable[[Job], list[str] | None]
     serve: Callable[[str, str, dict[str, Any]], list[Serving]]
-    without: bool = False
     chain: bool = False
     loads: bool = False
     inside: str = "base"
@@ -184,7 +182,6 @@ FORMATS = {
         holds="the base alone, adapter merged",
         write=_write_plain,
         serve=lambda place, base, info: serving.text_copies(place),
-        without=True,
         loads=True,
         inside="",
     ),
