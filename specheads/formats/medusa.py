@@ -155,8 +155,7 @@ def _tensors(
         raise ConfigError(
             f"format={form}: the base model's output matrix is quantised ({output.weight.dtype})"
         )
-    capped = "the format does not: the heads' logits are larger there,"
-    notes += check_output(f"format={form} holds", output, capped)
+    notes += check_output(output, form)
     shared, tokens = heads.lm_head.startswith("shared"), heads.token_map
     for i in range(heads.num_heads):
         matrix = output.weight if shared else output_matrix(heads, i)
@@ -197,13 +196,12 @@ def serve_merged(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     ]
 
 
-def check_output(holder: str, output: OutputLayer, heads: str) -> list[str]:
+def check_output(output: OutputLayer, form: str = "") -> list[str]:
     """Check that a head's logits can be those of a matrix alone, or of one and a factor.
 
     Args:
-        holder: ``format=... holds``, or ``these heads have``.
         output: of the base model.
-        heads: what becomes of the heads' logits where the base caps its own.
+        form: the format that the heads are to be written in; empty where they are brought in.
 
     Returns:
         What the user has to know, in lines.
@@ -213,9 +211,13 @@ def check_output(holder: str, output: OutputLayer, heads: str) -> list[str]:
     """
     if output.bias is not None:
         raise ConfigError(
-            f"{holder} output matrices without a bias, but the base model's output layer has one,"
-            " which the heads' logits get as well in a native export"
+            f"{f'format={form} holds' if form else 'these heads have'} output matrices without a"
+            " bias, but the base model's output layer has one, which the heads' logits get as well"
+            " in a native export"
         )
     if output.softcap is None:
         return []
-    return [f"the base model caps its logits at {output.softcap:g}, {heads} in the same order"]
+    heads = "so are those of the heads now"
+    if form:
+        heads = "the format does not: the heads' logits are larger there"
+    return [f"the base model caps its logits at {output.softcap:g}, {heads}, in the same order"]
