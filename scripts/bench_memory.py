@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import harness
 import references
@@ -53,7 +53,7 @@ class Settings:
     heads: tuple[int, ...] = (1, 4)
     recipes: tuple[str, ...] = ("medusa1", "medusa2")
     lm_heads: tuple[str, ...] = ("shared", "own")
-    implementations: tuple[str, ...] = ("fused", "naive")
+    implementations: tuple[Literal["fused", "naive"], ...] = ("fused", "naive")
     repeats: int = 5
     no_memory: bool = False
     threads: int = 0

@@ -268,14 +268,11 @@ def without_heads(info: dict[str, Any]) -> list[Serving]:
         if info.get("form", {}).get("form") == "joined":
             note = f"it knows block heads of the published form alone (+recipe=dspark); {_DRAFT}"
         return [Serving(engine, "", note) for engine in _ENGINES]
-    gone = {
-        "medusa": "0.33 removed Medusa heads",
-        "hydra": "it has no Hydra method",
-    }.get(kind, f"it has no method for {kind} heads")
-    no_method = f"it has no Medusa or Hydra method; {_DRAFT}"
+    no_method = "it has no Medusa or Hydra method"
     left = f"Medusa left with its TensorRT backend in 2026; {_DRAFT}"
-    gone += "; format=vllm_heads brings them to it"
-    notes = (gone, no_method, left, no_method)
+    gone = f"{no_method} (0.33 removed Medusa's); format=vllm_heads brings them to it"
+    other = f"{no_method}; {_DRAFT}"
+    notes = (gone, other, left, other)
     return [Serving(engine, "", note) for engine, note in zip(_ENGINES, notes, strict=True)]
 
 
