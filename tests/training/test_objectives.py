@@ -314,6 +314,16 @@ def test_lm_objective_is_the_models_own_loss(tiny_llama: LlamaForCausalLM) -> No
     assert_same(fused, gradients(naive(LMObjective(tiny_llama)), batch))
 
 
+def test_the_reference_is_not_the_loss_itself(tiny_llama: LlamaForCausalLM) -> None:
+    """Compared with itself the fused loss would always be right."""
+    batch, weight = random_batch(0), tiny_llama.lm_head.weight
+    loss, _ = naive(LMObjective(tiny_llama))(batch)
+    torch.autograd.grad(loss, weight, create_graph=True)  # which the fused loss refuses
+    loss, _ = LMObjective(tiny_llama)(batch)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, weight, create_graph=True)
+
+
 def test_lm_objective_with_tied_embeddings(
     make_tiny_llama: Callable[..., LlamaForCausalLM],
 ) -> None:
