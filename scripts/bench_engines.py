@@ -42,7 +42,7 @@ from specheads.system import hardware
 PLAIN = "plain"
 BATCHES = (1, 16)
 CLOCKED: Mapping[str, tuple[str, ...]] = {  # by engine, its formats beside plain decoding
-    "vllm": ("draft", "vllm_medusa", "vllm_heads_medusa1", "vllm_heads_shipped", "suffix"),
+    "vllm": ("draft", "vllm_heads_medusa1", "vllm_heads_shipped", "suffix"),
     "openvino": ("draft", "eagle3_native"),
     "llamacpp_f32": ("draft", "eagle3_native", "ngram_simple", "ngram_mod"),
     "llamacpp_q4_1": ("draft", "eagle3_native", "ngram_simple", "ngram_mod"),

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import harness
+import references
 import torch
 from torch import nn
 
@@ -52,7 +53,7 @@ class Settings:
     heads: tuple[int, ...] = (1, 4)
     recipes: tuple[str, ...] = ("medusa1", "medusa2")
     lm_heads: tuple[str, ...] = ("shared", "own")
-    implementations: tuple[str, ...] = ("fused", "naive")
+    implementations: tuple[Literal["fused", "naive"], ...] = ("fused", "naive")
     repeats: int = 5
     no_memory: bool = False
     threads: int = 0
@@ -83,9 +84,11 @@ def build(case: dict[str, Any]) -> Callable[[], None]:
     output = OutputLayer(base.lm_head)
     heads = MedusaHeads(num_heads, 1, case["hidden"], case["vocab"], case["lm_head"])
     heads.init_from_output(output.weight)
-    loss = LossConfig(chunk_size=case["chunk_size"], implementation=case["implementation"])
+    loss = LossConfig(chunk_size=case["chunk_size"])
     tuned = case["recipe"] == "medusa2"
     objective = HeadsObjective(base, heads, loss, train_base=tuned, output=output)
+    if case["implementation"] == "naive":
+        references.by_all_logits(objective)
     trained = [p for p in objective.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)

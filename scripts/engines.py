@@ -252,7 +252,6 @@ class Vllm(Engine):
     }
     cases = (
         Case("draft", DRAFT, "draft", "draft_model"),
-        Case("vllm_medusa", "medusa1", "vllm_medusa", "medusa"),
         Case("vllm_heads_medusa1", "medusa1", "vllm_heads", CUSTOM),
         Case("vllm_heads_markov", "markov", "vllm_heads", CUSTOM, bases=TINYCODE),
         Case("vllm_heads_hydra_plus", "hydra_plus", "vllm_heads", CUSTOM, bases=TINYCODE),

@@ -155,7 +155,8 @@ def render(record: dict[str, Any]) -> str:
         "`my-model/`, a local model directory, "
         f"`my.jsonl`, {record['num_records']} records of one's own, and "
         f"`test.jsonl`, {record['num_kept']} more that were kept apart. The model is the embedded "
-        "one under another name, the records are functions of Python's standard library.",
+        "one under another name, the records are functions of Python's standard library. "
+        "Formats that its lines name may be gone since: see [CHANGELOG.md](../CHANGELOG.md).",
         f"{machine['date']}, {machine['processor']}, threads: {machine['threads']}, "
         f"torch {machine['torch']}, transformers {machine['transformers']}; {minutes:.0f} minutes "
         "in all. A record:",

@@ -20,21 +20,65 @@ is made and in nothing else:
 ``fused`` takes ``torch.nn.functional.linear_cross_entropy`` (torch 2.13) in place of logits and
 cross entropy, one call per head or slot, in chunks of as many rows as ours: its own default is two
 to three times as slow on a CPU. No logits are left then to count hits in.
+
+:func:`all_logits` is the library's own cross entropy in the obvious way, for its tests and for
+bench_memory.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specheads.losses.cross_entropy import IGNORE
-from specheads.losses.fused import rows_at_once
+from specheads.losses.fused import IGNORE, Output, rows_at_once
+from specheads.training import objectives
 from specheads.training.objectives import anchors_of
 
 Batch = Mapping[str, Tensor]
 Log = dict[str, float]
+T = TypeVar("T", bound=nn.Module)
+
+
+def all_logits(
+    hidden: Tensor, output: Output, labels: Tensor, row_weight: Tensor, *, chunk_size: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return what ``linear_cross_entropy`` does, which says what is what, from all logits.
+
+    ``chunk_size`` is not used here.
+    """
+    logits = F.linear(hidden.to(output.weight.dtype), output.weight)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if output.bias is not None:
+        logits = logits + output.bias
+    logits = logits * output.scale
+    if output.softcap is not None:
+        logits = torch.tanh(logits / output.softcap) * output.softcap
+    flat = labels.flatten()
+    ce = F.cross_entropy(logits, flat, ignore_index=IGNORE, reduction="none")
+    loss = (ce * row_weight.detach().flatten()).sum()
+    with torch.no_grad():
+        target = logits.gather(1, flat.clamp_min(0)[:, None])
+        near = (logits > target).sum(1, dtype=torch.int32) < 5
+        columns = torch.stack([ce.float(), (logits.argmax(1) == flat).float(), near.float()], 1)
+        columns = columns * (flat != IGNORE)[:, None]
+        num_groups = 1 if labels.dim() == 1 else labels.shape[0]
+        stats = columns.reshape(num_groups, flat.numel() // num_groups, 3).sum(1)
+    return loss, stats
+
+
+def by_all_logits(objective: T) -> T:
+    """Let an objective compute its cross entropies with :func:`all_logits`; return it."""
+    forward = objective.forward
+
+    def patched(*args: Any) -> Any:
+        with patch.object(objectives, "linear_cross_entropy", all_logits):
+            return forward(*args)
+
+    objective.forward = patched
+    return objective
 
 
 class Reference(nn.Module):

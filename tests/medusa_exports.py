@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from specheads import export
 from specheads.attention.tree import default_tree
 from specheads.config import ExportConfig
-from specheads.models.base import load_tokenizer
+from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import origin, save_export
-from specheads.models.heads import MedusaHeads
+from specheads.models.heads import MedusaHeads, output_matrix
 
 VOCAB, SIZE, HEADS = 272, 32, 3
 
@@ -42,3 +44,36 @@ def made(checkpoint: Path, output: Path, **settings: Any) -> Path:
     """Run the command; return the new folder."""
     export.run(ExportConfig(checkpoint=str(checkpoint), output=str(output), **settings))
     return output
+
+
+def for_vllm(folder: Path, heads: MedusaHeads, model: Path) -> Path:
+    """Write heads over a model as vLLM 0.28 to 0.32 loaded them; return the folder."""
+    shared = heads.lm_head.startswith("shared")
+    tensors = {
+        f"blocks.{i}.layers.{j}.{part}": tensor
+        for i in range(heads.num_heads)
+        for j, block in enumerate(heads.head(i).blocks)
+        for part, tensor in block.state_dict().items()
+    }
+    if shared:
+        matrix = load_base_model(str(model)).get_output_embeddings().weight.detach()
+        tensors["lm_head.weight"] = heads.shared_rows(matrix)
+    else:
+        tensors |= {f"lm_heads.{i}.weight": output_matrix(heads, i) for i in range(heads.num_heads)}
+    if heads.token_map is not None:
+        tensors["token_map"] = heads.token_map
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": heads.hidden_size,
+        "vocab_size": heads.vocab_size,
+        "truncated_vocab_size": heads.num_outputs,
+        "num_heads": heads.num_heads,
+        "num_hidden_layers": heads.num_layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": shared,
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

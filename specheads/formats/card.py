@@ -233,7 +233,7 @@ def _moved(base: str, tuned: object) -> str:
 
 def _without_heads(form: str, info: Mapping[str, Any]) -> bool:
     """Return whether a format leaves out the heads of the export it is made of."""
-    return FORMATS[form].without and info.get("kind", "draft") != "draft"
+    return form == "plain" and info.get("kind", "draft") != "draft"
 
 
 def _front_matter(form: str, info: Mapping[str, Any], licence: Licence) -> str:

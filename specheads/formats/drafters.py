@@ -97,8 +97,7 @@ def write(job: Job) -> list[str]:
     base_model = load_export(job.checkpoint, dtype=job.dtype, device="cpu").base
     heads = cast(TappedHeads, load_heads(job.checkpoint))  # in the precision they are stored in
     output = output_layer(base_model)
-    capped = "the format does not: the heads' logits are larger there,"
-    notes = check_output(f"format={job.form} holds", output, capped)
+    notes = check_output(output, job.form)
     tensors = cast_tensors(dict(_tensors(job.form, job.layout, heads, output)), job.dtype)
     with whole_folder(job.output) as folder:
         save_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
@@ -308,7 +307,7 @@ class Layout:
         taps, layers = self._taps(), len(layers_of(base))
         with said_of(self.about):
             expect(max(taps) < layers, _TAPPED, taps, f"layers of the base's {layers}")
-        self.notes += check_output("these heads have", output, "so are those of the heads now,")
+        self.notes += check_output(output)
         if "embed_tokens.weight" in self.files.header:
             own = self.files.read(["embed_tokens.weight"])["embed_tokens.weight"]
             theirs = cast(Tensor, base.get_input_embeddings().weight)

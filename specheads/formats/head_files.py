@@ -195,7 +195,7 @@ class Layout:
         """
         if not self.outputs[0]:
             return [], []
-        self.notes += check_output("these heads have", output, "so are those of the heads now,")
+        self.notes += check_output(output)
         raw = self.config.get("logit_scale", 1.0)
         fits = type(raw) in (int, float) and math.isfinite(raw) and raw > 0
         expect(fits, "config.json: logit_scale", raw, "a number above 0")

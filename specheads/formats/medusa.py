@@ -13,24 +13,21 @@ all. The number of heads is there in the two spellings that readers look for.
 base's own files, with any adapter merged, and version 1's names behind ``medusa_head.``. Whatever
 loads the base alone loads this too, and passes over the heads.
 
-``vllm_medusa`` is what vLLM 0.28 to 0.32 loads for ``{"method": "medusa"}``, from its
-``models/medusa.py`` and config class: ``blocks.{h}.layers.{l}.weight|bias``, and
-``lm_heads.{h}.weight``, or one ``lm_head.weight`` for all heads (``original_lm_head``), a copy of
-the base's. It drafts one chain, every head's best guess. It skips tensors of other names without a
-word, and drops biases unless the config has ``medusa_fc_bias``. vLLM 0.33 removed the method.
+vLLM 0.28 to 0.32 loaded a layout of its own (``blocks.{h}.layers.{l}.weight|bias``), which is read,
+see :mod:`specheads.formats.head_files`. 0.33 removed it; heads are brought there by ``vllm_heads``.
 """
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from specheads.config import ConfigError
-from specheads.formats.serving import Job, Serving, base_name, text_copies, vllm, without_heads
+from specheads.formats.serving import Job, Serving, base_name, text_copies, without_heads
 from specheads.models.base import load_tokenizer
 from specheads.models.checkpoint import cast_tensors, load_export, load_heads, save_as, save_hf
 from specheads.models.heads import MedusaHeads, output_matrix
@@ -40,37 +37,7 @@ from specheads.system.files import whole_folder
 
 PREFIX = "medusa_head."
 SPELLINGS = ("medusa_num_{}", "num_medusa_{}")  # of the numbers of heads and layers
-# names of the tensors of head i: its block j, and its matrix behind its last block
-_BLOCK, _MATRIX = "{i}.{j}.linear.{part}", "{i}.{last}.weight"
-
-
-class _Names(NamedTuple):
-    """How a layout names its tensors, and which output matrices it has a place for.
-
-    Attributes:
-        block: of head ``{i}``, block ``{j}``; ``{part}`` is weight or bias.
-        matrix: of head ``{i}``, which has ``{last}`` blocks; empty where all share the base's.
-        common: of one matrix for all heads; empty where a shared one is copied for each.
-        file: empty where they lie among the base's tensors.
-    """
-
-    block: str
-    matrix: str
-    common: str = ""
-    file: str = "medusa_lm_head.safetensors"
-
-
-_NAMES = {
-    "fasterdecoding_v1": _Names(_BLOCK, _MATRIX),
-    "fasterdecoding_v2": _Names(_BLOCK, ""),
-    "merged": _Names(PREFIX + _BLOCK, PREFIX + _MATRIX, file=""),
-    "vllm_medusa": _Names(
-        "blocks.{i}.layers.{j}.{part}",
-        "lm_heads.{i}.weight",
-        common="lm_head.weight",
-        file="model.safetensors",
-    ),
-}
+_SHARED = "fasterdecoding_v2"  # the layout without output matrices
 
 
 def _check(job: Job) -> None:
@@ -80,43 +47,43 @@ def _check(job: Job) -> None:
         ConfigError: with what is in the way.
     """
     form, checkpoint, info = job[:3]
-    names, holds, problem = _NAMES[form], "holds heads that read one hidden state", ""
+    holds, problem = "holds heads that read one hidden state", ""
     if info.get("correction", "none") != "none":
         problem = "correct their logits by the token drafted before (markov_rank)"
     elif info.get("prefix_layer"):
         problem = "read the text through an attention layer of their own (prefix_layer)"
-    elif not names.matrix and not info["lm_head"].startswith("shared"):
+    elif form == _SHARED:
         holds = "holds heads that share the base's output matrix"
-        problem = f"have their own (lm_head={info['lm_head']}): use fasterdecoding_v1"
-    elif names.matrix and info["lm_head"] in ("pruned", "shared_pruned") and not names.common:
+        if not info["lm_head"].startswith("shared"):
+            problem = f"have their own (lm_head={info['lm_head']}): use fasterdecoding_v1"
+    elif info["lm_head"] in ("pruned", "shared_pruned"):
         kept, all_tokens = info["num_kept"], info["vocab_size"]
         holds = "has output matrices for all tokens"
         if kept < all_tokens:
-            problem = f"are pruned to {kept} of {all_tokens}, which vllm_medusa can hold"
+            problem = f"are pruned to {kept} of {all_tokens}, which vllm_heads can hold"
     if problem:
         raise ConfigError(f"format={form} {holds}; those of {checkpoint} {problem}")
 
 
 def write(job: Job) -> list[str]:
-    """Write an export in one of the four layouts."""
+    """Write an export in one of the three layouts."""
     _check(job)
     heads = cast(MedusaHeads, load_heads(job.checkpoint))  # in the precision they are stored in
     tokenizer, tuned = load_tokenizer(job.checkpoint), job.info["base"]["tuned"]
     place = str(job.output.resolve() / "base") if tuned else base_name(job.info, "")
     base: Any = None
-    if tuned or _NAMES[job.form].matrix:  # otherwise nothing of the base is written
+    if tuned or job.form != _SHARED:  # otherwise nothing of the base is written
         base = load_export(job.checkpoint, device="cpu").base
-    output = None if base is None else output_layer(base)
+    output = None if job.form == _SHARED else output_layer(base)
     with whole_folder(job.output) as folder:
-        if not _NAMES[job.form].file:
+        if job.form == "merged":
             tensors, notes = _tensors(job.form, heads, output)
             config = copy.deepcopy(base.config)
             config.update(_counts(heads))
             save_as(folder, type(base), config, base, tensors, tokenizer, job.dtype)
             return notes
         notes = write_heads(job.form, folder, heads, output, job.dtype, place)
-        if job.form != "vllm_medusa":  # the original repository looks for it beside the heads
-            tokenizer.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)  # the original repository looks for it there
         if tuned:
             save_hf(folder / "base", base, tokenizer, job.dtype)
             notes.append(f"these heads belong to the tuned base model, which is in {place}")
@@ -138,7 +105,7 @@ def write_heads(
         folder: an empty one.
         heads: those that :func:`write` has nothing against.
         output: the base's output layer; None where the layout has no matrices. A factor on its
-            logits goes into the matrices, or into vLLM's config.
+            logits goes into the matrices.
         dtype: of the tensors; None keeps each as it is.
         base: name or folder of the base model.
 
@@ -149,21 +116,18 @@ def write_heads(
         ConfigError: if the base's output layer has a bias, or is quantised.
     """
     tensors, notes = _tensors(form, heads, output)
-    if output is not None and form == "vllm_medusa":
-        config = _vllm_config(heads, output)
-    else:
-        config = {"base_model_name_or_path": base, **_counts(heads)}
-    if form == "fasterdecoding_v1" and output is not None and heads.lm_head == "shared":
+    config: dict[str, Any] = {"base_model_name_or_path": base, **_counts(heads)}
+    if output is None:
+        config["version"] = "2"
+        if heads.num_layers > 1:
+            notes.append(f"TGI reads such heads with one block each, these have {heads.num_layers}")
+    elif heads.lm_head == "shared":
         notes.append(
             f"the base's output matrix was copied for each of {heads.num_heads} heads,"
             f" {heads.num_heads * output.weight.numel():,} numbers; fasterdecoding_v2 needs none"
         )
-    if form == "fasterdecoding_v2":
-        config["version"] = "2"
-        if heads.num_layers > 1:
-            notes.append(f"TGI reads such heads with one block each, these have {heads.num_layers}")
-    # token ids keep their dtype: half precision would name other tokens from 2,048 on
-    save_tensors(folder / _NAMES[form].file, cast_tensors(tensors, dtype), {"format": "pt"})
+    file = folder / "medusa_lm_head.safetensors"
+    save_tensors(file, cast_tensors(tensors, dtype), {"format": "pt"})
     write_json(folder / "config.json", config)
     return notes
 
@@ -173,19 +137,14 @@ def _tensors(
     form: str, heads: MedusaHeads, output: OutputLayer | None
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors of ``heads`` by the names of a layout, and what the user has to know."""
-    names, shared = _NAMES[form], heads.lm_head.startswith("shared")
-    notes: list[str] = []
-    found = {}
-    for i in range(heads.num_heads):
-        blocks = [block.state_dict() for block in heads.head(i).blocks]
-        if names.common and not blocks:
-            # a model of no layers is nothing that vLLM is made for: one of zeros changes nothing
-            size, zeros = heads.hidden_size, next(heads.parameters()).new_zeros
-            blocks = [{"weight": zeros(size, size), "bias": zeros(size)}]
-        for j, block in enumerate(blocks):
-            for part, tensor in block.items():
-                found[names.block.format(i=i, j=j, part=part)] = tensor
-    if output is None or not names.matrix:
+    before, notes = PREFIX if form == "merged" else "", list[str]()
+    found = {
+        f"{before}{i}.{j}.linear.{part}": tensor
+        for i in range(heads.num_heads)
+        for j, block in enumerate(heads.head(i).blocks)
+        for part, tensor in block.state_dict().items()
+    }
+    if output is None:
         if heads.num_outputs < heads.vocab_size:
             notes.append(
                 f"engines multiply by the base's whole matrix: these heads guess among all"
@@ -196,41 +155,15 @@ def _tensors(
         raise ConfigError(
             f"format={form}: the base model's output matrix is quantised ({output.weight.dtype})"
         )
-    capped = "the format does not: the heads' logits are larger there,"
-    notes += check_output(f"format={form} holds", output, capped)
-    rows, pruned = output.weight, heads.num_outputs < heads.vocab_size
-    if shared and pruned:
-        found["token_map"], rows = heads.token_map, heads.shared_rows(output.weight)
-    elif pruned:
-        notes.append(
-            f"vLLM loads no matrices of fewer tokens for each head: the matrices of"
-            f" {heads.num_outputs:,} tokens are written with all {heads.vocab_size:,} rows"
-        )
-    if shared and names.common:
-        return found | {names.common: rows}, notes
+    notes += check_output(output, form)
+    shared, tokens = heads.lm_head.startswith("shared"), heads.token_map
     for i in range(heads.num_heads):
+        matrix = output.weight if shared else output_matrix(heads, i)
+        if not shared and tokens is not None:  # all tokens, in another order
+            matrix = matrix[tokens.argsort()]
         # copies, since safetensors writes no two tensors that share their memory
-        matrix = rows if shared else _matrix(heads, i)
-        scale = 1.0 if names.common else output.scale
-        found[names.matrix.format(i=i, last=heads.num_layers)] = times(matrix, scale)
+        found[f"{before}{i}.{heads.num_layers}.weight"] = times(matrix, output.scale)
     return found, notes
-
-
-def _matrix(heads: MedusaHeads, i: int) -> Tensor:
-    """Return the output matrix of head ``i`` [V, d]; a low-rank one is multiplied out.
-
-    Tokens that a pruned one leaves out get the mean of its rows: the mean of the logits of those
-    that it has, which is never the largest, so that the best guess is the same.
-    """
-    if heads.lm_head == "low_rank":
-        up, down = (heads.get_parameter(f"heads.{i}.lm_head.{n}.weight") for n in ("up", "down"))
-        return (up.double() @ down.double()).to(up.dtype)
-    matrix = output_matrix(heads, i)
-    if heads.token_map is None:
-        return matrix
-    whole = matrix.mean(0).expand(heads.vocab_size, -1).clone()
-    whole[heads.token_map] = matrix
-    return whole
 
 
 def times(tensor: Tensor, factor: float) -> Tensor:
@@ -244,38 +177,6 @@ def _counts(heads: MedusaHeads) -> dict[str, int]:
     """Return the numbers of heads and layers in all the spellings that readers look for."""
     counts = {"heads": heads.num_heads, "layers": heads.num_layers}
     return {form.format(what): n for what, n in counts.items() for form in SPELLINGS}
-
-
-def _vllm_config(heads: MedusaHeads, output: OutputLayer) -> dict[str, Any]:
-    shared = heads.lm_head.startswith("shared")
-    # No other key may hold "num" and "heads", or "num" and "layers": vLLM renames each of them to
-    # num_heads or num_hidden_layers, so that num_attention_heads would be the number of heads.
-    config = {
-        "model_type": "medusa",
-        "architectures": ["MedusaModel"],
-        "hidden_size": heads.hidden_size,
-        "vocab_size": heads.vocab_size,
-        # of one matrix for all heads; each head's own has all rows, whatever this says
-        "truncated_vocab_size": heads.num_outputs if shared else heads.vocab_size,
-        "num_heads": heads.num_heads,
-        "num_hidden_layers": max(heads.num_layers, 1),
-        "medusa_fc_bias": True,
-        "original_lm_head": shared,
-    }
-    if output.scale != 1.0:
-        config["logit_scale"] = output.scale
-    return config
-
-
-def serve_vllm(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
-    """Return how engines serve a ``vllm_medusa`` folder."""
-    config = {"method": "medusa", "model": place, "num_speculative_tokens": info["num_heads"]}
-    note = (
-        "a chain of the heads' best guesses, no tree; num_speculative_tokens may be smaller; 0.33"
-        " removed the method"
-    )
-    version = "0.28 to 0.32, their files; the last tried on a CPU"
-    return [vllm(base, config, note, version), *without_heads(info, "0.33 removed Medusa heads")]
 
 
 def serve_tgi(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
@@ -295,13 +196,12 @@ def serve_merged(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     ]
 
 
-def check_output(holder: str, output: OutputLayer, heads: str) -> list[str]:
+def check_output(output: OutputLayer, form: str = "") -> list[str]:
     """Check that a head's logits can be those of a matrix alone, or of one and a factor.
 
     Args:
-        holder: ``format=... holds``, or ``these heads have``.
         output: of the base model.
-        heads: what becomes of the heads' logits where the base caps its own.
+        form: the format that the heads are to be written in; empty where they are brought in.
 
     Returns:
         What the user has to know, in lines.
@@ -311,9 +211,13 @@ def check_output(holder: str, output: OutputLayer, heads: str) -> list[str]:
     """
     if output.bias is not None:
         raise ConfigError(
-            f"{holder} output matrices without a bias, but the base model's output layer has one,"
-            " which the heads' logits get as well in a native export"
+            f"{f'format={form} holds' if form else 'these heads have'} output matrices without a"
+            " bias, but the base model's output layer has one, which the heads' logits get as well"
+            " in a native export"
         )
     if output.softcap is None:
         return []
-    return [f"the base model caps its logits at {output.softcap:g}, {heads} in the same order"]
+    heads = "so are those of the heads now"
+    if form:
+        heads = "the format does not: the heads' logits are larger there"
+    return [f"the base model caps its logits at {output.softcap:g}, {heads}, in the same order"]

@@ -35,6 +35,7 @@ _OF_OTHERS = ("eagle-", "eagle3", "dflash", "dspark")
 DEEPSEEK = "deepseek_v3"
 NATIVE_MTP = (DEEPSEEK, "glm4_moe")  # bases whose MTP layers engines know by themselves
 _HEADS = "specheads.vllm_heads.HeadsProposer"
+_PROPOSER = "specheads.vllm_proposer.SuffixProposer"
 _BESIDE = "needs specheads in vLLM's environment, and its first model runner: docs/serving_vllm.md"
 COPIED = 8  # tokens guessed per step at most; where nothing was written before, nothing is guessed
 
@@ -230,41 +231,29 @@ def draft_model(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     ]
 
 
-def proposer_settings() -> dict[str, Any]:
-    """Return the value of vLLM's ``--speculative-config`` for guesses from the text."""
-    return speculative("custom_class", COPIED, "specheads.vllm_proposer.SuffixProposer")
-
-
-def text_copies(place: str, note: str = "", needed: str = "") -> list[Serving]:
+def text_copies(place: str, note: str = "") -> list[Serving]:
     """Return how engines serve a plain model, guessing from the text where they can.
 
     Args:
         place: the model's folder or name.
         note: for transformers.
-        needed: the beginning of vLLM's note.
     """
     # it looks for the last 12 tokens by default, which hardly ever come again in a short text
     copied = f"--spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m {COPIED}"
     return [
         transformers(place, f"prompt_lookup_num_tokens={COPIED}", note),
-        vllm(place, proposer_settings(), needed + _BESIDE),
+        vllm(place, speculative("custom_class", COPIED, _PROPOSER), _BESIDE),
         sglang(place, "NGRAM", num_draft_tokens=COPIED),
         tensorrt(place, decoding_type="NGram", max_draft_len=COPIED, max_matching_ngram_size=4),
         llama_cpp(f"base.gguf --spec-type ngram-simple {copied}", place),
     ]
 
 
-def custom_class(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
-    """Return how engines serve the base model that the settings are for."""
-    return text_copies(base, needed="the settings in speculative_config.json; ")
-
-
-def without_heads(info: dict[str, Any], removed: str = "") -> list[Serving]:
+def without_heads(info: dict[str, Any]) -> list[Serving]:
     """Return why engines cannot use the heads of a format that is none of theirs.
 
     Args:
         info: the config.json of the native export.
-        removed: what to say of vLLM's Medusa heads instead.
     """
     kind = info["kind"]
     if kind == "mtp":
@@ -279,14 +268,11 @@ def without_heads(info: dict[str, Any], removed: str = "") -> list[Serving]:
         if info.get("form", {}).get("form") == "joined":
             note = f"it knows block heads of the published form alone (+recipe=dspark); {_DRAFT}"
         return [Serving(engine, "", note) for engine in _ENGINES]
-    gone = removed or {
-        "medusa": "0.33 removed Medusa heads; format=vllm_medusa is for 0.28 to 0.32",
-        "hydra": "it has no Hydra method",
-    }.get(kind, f"it has no method for {kind} heads")
-    no_method = f"it has no Medusa or Hydra method; {_DRAFT}"
+    no_method = "it has no Medusa or Hydra method"
     left = f"Medusa left with its TensorRT backend in 2026; {_DRAFT}"
-    gone += "; format=vllm_heads brings them to it"
-    notes = (gone, no_method, left, no_method)
+    gone = f"{no_method} (0.33 removed Medusa's); format=vllm_heads brings them to it"
+    other = f"{no_method}; {_DRAFT}"
+    notes = (gone, other, left, other)
     return [Serving(engine, "", note) for engine, note in zip(_ENGINES, notes, strict=True)]
 
 

@@ -33,10 +33,9 @@ from specheads.models.base import load_base_model, load_config, load_tokenizer, 
 from specheads.models.draft import save_draft
 from specheads.models.heads import MedusaHeads, low_rank_heads, pruned_heads
 from specheads.models.kinds import Heads
-from specheads.models.manifest import expect, first_line, said_of, write_json
+from specheads.models.manifest import expect, first_line, said_of
 from specheads.models.mtp import MtpHeads
 from specheads.system.errors import refuse
-from specheads.system.files import whole_folder
 from specheads.system.hardware import pick_device
 from specheads.system.hub import is_hub_error
 
@@ -55,7 +54,6 @@ class Format:
             Raises ConfigError before anything is loaded for heads of one of ``kinds`` that the
             format cannot hold, as far as config.json says that.
         serve: ``(place, base, info) -> commands``, see :func:`commands`.
-        without: whether the heads are left out.
         chain: whether engines draft with it a chain of best guesses, and no tree.
         loads: whether ``from_pretrained`` of transformers loads the folder.
         inside: where in the folder a tuned base lies.
@@ -65,7 +63,6 @@ class Format:
     holds: str
     write: Callable[[Job], list[str] | None]
     serve: Callable[[str, str, dict[str, Any]], list[Serving]]
-    without: bool = False
     chain: bool = False
     loads: bool = False
     inside: str = "base"
@@ -144,16 +141,6 @@ def _serve_hf(place: str, base: str, info: dict[str, Any]) -> list[Serving]:
     return [own, *serving.without_heads(info)]
 
 
-def _write_custom_class(job: Job) -> list[str]:
-    """Write what vLLM needs to guess from the text; an original base that is unchanged is not."""
-    with whole_folder(job.output) as folder:
-        if job.info["base"]["tuned"]:
-            export = exports.load_export(job.checkpoint, device="cpu")
-            exports.save_hf(folder, export.base, export.tokenizer, job.dtype)
-        write_json(folder / "speculative_config.json", serving.proposer_settings())
-    return ["the heads are not in it"]
-
-
 def _write_vllm_heads(job: Job) -> None:
     """Write the heads as they are, and a tuned base with its adapter merged."""
     _write_again(job, exports.load_heads(job.checkpoint), merge=True)
@@ -195,7 +182,6 @@ FORMATS = {
         holds="the base alone, adapter merged",
         write=_write_plain,
         serve=lambda place, base, info: serving.text_copies(place),
-        without=True,
         loads=True,
         inside="",
     ),
@@ -221,7 +207,6 @@ FORMATS = {
         chain=True,
         loads=True,
     ),
-    "vllm_medusa": _MEDUSA(holds="Medusa heads", serve=medusa.serve_vllm),
     "fasterdecoding_v1": _MEDUSA(
         holds="Medusa heads, an output matrix each", serve=medusa.serve_tgi
     ),
@@ -254,14 +239,6 @@ FORMATS = {
         write=_write_vllm_heads,
         serve=serving.vllm_heads,
         chain=True,
-    ),
-    "vllm_custom_class": Format(
-        kinds=HEADS,
-        holds="settings of text copies; a tuned base",
-        write=_write_custom_class,
-        serve=serving.custom_class,
-        without=True,
-        inside="",
     ),
 }
 

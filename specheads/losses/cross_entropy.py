@@ -6,11 +6,10 @@ Shapes: N rows (tokens of all heads, one after the other), d hidden size, V voca
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specheads.losses.fused import IGNORE, Output, fused_loss, rank_of, rows_at_once
-from specheads.system.errors import check, one_of
+from specheads.system.errors import check
 
 
 def shift_labels(labels: Tensor, segment_ids: Tensor, offset: int) -> Tensor:
@@ -57,11 +56,10 @@ def linear_cross_entropy(
     row_weight: Tensor,
     *,
     chunk_size: int = 0,
-    implementation: str = "fused",
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of cross entropies of ``labels`` under an output matrix.
 
-    ``fused`` works on ``chunk_size`` rows at a time and forms the gradients in the forward pass
+    It works on ``chunk_size`` rows at a time and forms the gradients in the forward pass
     from the same logits (the idea of Liger-Kernel, arXiv:2410.10989), so that at no time more
     than one chunk of logits exists; the backward pass only scales them. It forms gradients of
     exactly those inputs that need one, none under ``no_grad``. Under autocast the products run
@@ -76,7 +74,6 @@ def linear_cross_entropy(
             to it.
         chunk_size: rows whose logits exist at one time; 0 takes as many as run fastest, about
             32 MB of logits on a CPU and at least 1024 rows elsewhere.
-        implementation: ``fused``; or ``naive``, the reference that holds all logits.
 
     Returns:
         The loss, a differentiable scalar, and float32 statistics [G, 3]: sum of cross entropies,
@@ -84,14 +81,10 @@ def linear_cross_entropy(
         lowest id, a tie for the fifth is a hit.
 
     Raises:
-        ValueError: for shapes that do not fit, or an unknown implementation.
+        ValueError: for shapes that do not fit.
     """
-    one_of("implementation", implementation, "fused", "naive")
-    row_weight = row_weight.detach()
-    if implementation == "naive":
-        return _naive(hidden, output, labels, row_weight)
-    rows = labels, row_weight, cross_entropy_rows
-    return fused_loss(hidden, output, *rows, chunk_size=chunk_size or rows_at_once(output.weight))
+    size = chunk_size or rows_at_once(output.weight)
+    return fused_loss(hidden, output, labels, row_weight, cross_entropy_rows, chunk_size=size)
 
 
 def cross_entropy_rows(
@@ -107,26 +100,3 @@ def cross_entropy_rows(
         z.mul_(factor / mass)
         z.scatter_(1, label, z.gather(1, label) - factor)
     return ce, hits
-
-
-def _naive(
-    hidden: Tensor, output: Output, labels: Tensor, row_weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    logits = F.linear(hidden.to(output.weight.dtype), output.weight)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    if output.bias is not None:
-        logits = logits + output.bias
-    logits = logits * output.scale
-    if output.softcap is not None:
-        logits = torch.tanh(logits / output.softcap) * output.softcap
-    flat = labels.flatten()
-    ce = F.cross_entropy(logits, flat, ignore_index=IGNORE, reduction="none")
-    loss = (ce * row_weight.flatten()).sum()
-    with torch.no_grad():
-        target = logits.gather(1, flat.clamp_min(0)[:, None])
-        near = (logits > target).sum(1, dtype=torch.int32) < 5
-        columns = torch.stack([ce.float(), (logits.argmax(1) == flat).float(), near.float()], 1)
-        columns = columns * (flat != IGNORE)[:, None]
-        num_groups = 1 if labels.dim() == 1 else labels.shape[0]
-        stats = columns.reshape(num_groups, flat.numel() // num_groups, 3).sum(1)
-    return loss, stats

@@ -70,10 +70,7 @@ def cross_entropy(
     There may also be a weight for each label.
     """
     each = weights if weights.shape == labels.shape else weights.unsqueeze(-1).expand_as(labels)
-    return linear_cross_entropy(
-        hidden, output, labels, each,
-        chunk_size=loss.chunk_size, implementation=loss.implementation,
-    )  # fmt: skip
+    return linear_cross_entropy(hidden, output, labels, each, chunk_size=loss.chunk_size)
 
 
 def next_labels(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

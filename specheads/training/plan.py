@@ -369,11 +369,8 @@ def load_of(work: Work, cfg: TrainConfig, spread: Spread) -> Load:
     matrices = [
         p for p, name in named.items() if p is output_weight or (p.dim() == 2 and "lm_head" in name)
     ]
-    rows = cfg.data.rows * cfg.data.seq_len
-    if cfg.loss.implementation == "naive":  # those of every head, all there until backward
-        rows *= int(getattr(parts.get("heads"), "num_heads", 0)) + 1
-    else:
-        rows = min(rows, cfg.loss.chunk_size or rows_at_once(output_weight))
+    at_once = cfg.loss.chunk_size or rows_at_once(output_weight)
+    rows = min(cfg.data.rows * cfg.data.seq_len, at_once)
     # products in 16 bits are copied to the float32 ones that the loss reads
     narrow = 2 if "16" in cfg.model.dtype + cfg.autocast else 0
 
@@ -386,13 +383,12 @@ def load_of(work: Work, cfg: TrainConfig, spread: Spread) -> Load:
     # a new model is made whole
     layers = [] if cfg.model.init else _layers(parts.get("base"))
     sizes = [num_bytes(layer.parameters()) for layer in layers]
-    fused = cfg.loss.implementation == "fused"
     return Load(
         trained=counts,
         frozen=sum(tensor.numel() for tensor in frozen),
         frozen_bytes=num_bytes(frozen),
         logits=(4 + narrow) * output_weight.shape[0] * rows,
-        formed=num_bytes(p for p in matrices if fused and id(p) in trained),
+        formed=num_bytes(p for p in matrices if id(p) in trained),
         accumulation=cfg.optim.accumulation,
         outer=sum(p.numel() for p in matrices),
         held=sum(

@@ -110,15 +110,15 @@ def test_what_the_hub_reads(tmp_path: Path) -> None:
     assert "Unknown: neither a card nor the config of org/base names a licence" in body
     assert "hf download me/heads --local-dir heads" in body
     assert "specheads generate checkpoint=heads prompt=..." in body
-    _, body = written(tmp_path / "vllm", "vllm_medusa", info(), name="me/heads")
-    assert "hf download" not in body and '"model": "me/heads"' in body
+    _, body = written(tmp_path / "tgi", "fasterdecoding_v1", info(), name="me/heads")
+    assert "hf download" not in body and "--model-id me/heads" in body
     tuned = info("hydra", base={"name": "org/base", "tuned": True, "revision": None})
     front, _ = written(tmp_path / "tuned", "native", tuned)
     assert front["base_model_relation"] == "finetune" and "hydra" in front["tags"]
     front, _ = written(tmp_path / "merged", "merged", tuned)
     assert front["library_name"] == "transformers"
     short = info(base={"name": "gpt2", "tuned": False, "revision": None})
-    front, body = written(tmp_path / "short", "vllm_medusa", short)
+    front, body = written(tmp_path / "short", "vllm_heads", short)
     assert front["base_model"] == "gpt2" and "vllm serve gpt2 " in body
     front, body = written(tmp_path / "scratch", "plain", {"training": {"recipe": "pretrain"}})
     assert "base_model" not in front and front["tags"] == ["speculative-decoding"]
@@ -173,7 +173,7 @@ def test_what_the_output_is_identical_to(tmp_path: Path) -> None:
 def test_no_path_of_this_machine_is_on_a_card(tmp_path: Path) -> None:
     """An uploaded card would tell strangers how the folders here are called, and help nobody."""
     base = {"name": "/home/me/models/base-7b", "tuned": False, "revision": None}
-    for form in ("native", "vllm_medusa", "fasterdecoding_v1", "plain", "vllm_custom_class"):
+    for form in ("native", "fasterdecoding_v1", "plain"):
         front, body = written(tmp_path / form, form, info(base=base))
         assert "/home/me" not in body and str(tmp_path) not in body
         assert "base_model" not in front
@@ -292,15 +292,14 @@ def test_a_format_that_is_served_as_a_chain_promises_no_tree(tmp_path: Path) -> 
     for form in ("native", "merged"):
         _, body = written(tmp_path / form, form, info(tree=tree))
         assert measured in body and "chain of the heads' best guesses, as this" not in body
-    for form in ("vllm_medusa", "fasterdecoding_v1", "fasterdecoding_v2"):
+    for form in ("vllm_heads", "fasterdecoding_v1", "fasterdecoding_v2"):
         _, body = written(tmp_path / form, form, info(tree=tree))
         assert measured in body and chain in body
-    for form in ("plain", "vllm_custom_class"):
-        front, body = written(tmp_path / form, form, info(tree=tree))
-        assert "# Medusa" not in body and "medusa" not in front["tags"]
-        assert measured not in body and "Nothing was measured without the heads." in body
+    front, body = written(tmp_path / "plain", "plain", info(tree=tree))
+    assert "# Medusa" not in body and "medusa" not in front["tags"]
+    assert measured not in body and "Nothing was measured without the heads." in body
     tree["measured_on"] = on  # by a version that did not keep the chances
-    _, body = written(tmp_path / "old", "vllm_medusa", info(tree=tree))
+    _, body = written(tmp_path / "old", "fasterdecoding_v1", info(tree=tree))
     assert measured in body and "is expected to give" not in body
 
 

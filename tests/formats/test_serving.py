@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from specheads.formats import serving
 from specheads.formats.serving import Serving, lines, taken_for
 from specheads.formats.write import FORMATS, commands
 from specheads.vllm_heads import HeadsProposer
@@ -69,11 +68,6 @@ CASES: list[tuple[str, dict[str, Any], set[str], set[str]]] = [
             "transformers", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "FasterDecoding/Medusa",
         }, set(),
     ),
-    (
-        "vllm_custom_class", heads("hydra"),
-        {"transformers", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}, set(),
-    ),
-    ("vllm_medusa", heads("medusa"), {"vLLM"}, {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}),
     (
         "fasterdecoding_v1", heads("medusa"), {"TGI"},
         {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"},
@@ -161,17 +155,12 @@ def command(engine: str, form: str, info: dict[str, Any], **more: Any) -> str:
 
 def test_the_base_model_is_where_the_format_has_it() -> None:
     """A tuned base's heads on the original model guess worse, and nobody is told."""
-    both = '{"method": "medusa", "model": "FOLDER", "num_speculative_tokens": 3}'
-    assert command("vLLM", "vllm_medusa", heads("medusa")) == (
-        f"vllm serve org/base --speculative-config '{both}'"
-    )
-    assert command("vLLM", "vllm_medusa", heads("medusa", base=TUNED)).startswith(
+    assert command("vLLM", "vllm_heads", heads("medusa")).startswith("vllm serve org/base ")
+    assert command("vLLM", "vllm_heads", heads("medusa", base=TUNED)).startswith(
         "vllm serve FOLDER/base "
     )
-    for form in ("plain", "merged", "vllm_custom_class"):
+    for form in ("plain", "merged"):
         assert command("vLLM", form, heads("medusa", base=TUNED)).startswith("vllm serve FOLDER ")
-    assert command("vLLM", "vllm_custom_class", heads("medusa")).startswith("vllm serve org/base ")
-    assert "specheads.vllm_proposer.SuffixProposer" in command("vLLM", "plain", {})
     draft = {"kind": "draft", "base": {"name": "org/base"}}
     assert command("vLLM", "draft", draft, base="BASE").startswith("vllm serve BASE ")
     assert '"model": "FOLDER"' in command("vLLM", "draft", draft)
@@ -280,7 +269,8 @@ def test_the_page_names_the_versions_that_were_checked() -> None:
         for each in commands(form, "FOLDER", info):
             if each.engine not in ("specheads", "FasterDecoding/Medusa"):
                 assert any(line.startswith(f"| {each.engine} | {each.checked} |") for line in table)
-    name = serving.proposer_settings()["model"]
+    name = "specheads.vllm_proposer.SuffixProposer"
+    assert name in command("vLLM", "plain", {})
     assert f'"model": "{name}"' in (docs / "serving_vllm.md").read_text()
 
 

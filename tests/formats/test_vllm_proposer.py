@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -346,9 +347,11 @@ def test_another_call_than_the_known_one_is_refused() -> None:
     proposer.load_model(object())
 
 
-def test_the_written_settings_name_a_class_that_vllm_can_make() -> None:
+def test_the_printed_settings_name_a_class_that_vllm_can_make() -> None:
     """The class is imported by the name in the settings: a renamed one fails at the user's."""
-    written = serving.proposer_settings()
+    (served,) = [each for each in serving.text_copies("FOLDER") if each.engine == "vLLM"]
+    words = shlex.split(served.command)
+    written = json.loads(words[words.index("--speculative-config") + 1])
     assert written.keys() == {"method", "model", "num_speculative_tokens"}
     assert written["method"] == "custom_class" and written["num_speculative_tokens"] == 8
     module, _, found = written["model"].rpartition(".")

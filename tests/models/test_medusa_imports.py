@@ -24,7 +24,7 @@ from specheads.models.checkpoint import load_export, load_heads, read_config, se
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
 from tests.damaged import damaged, flip, no_hang, replace_value
-from tests.medusa_exports import HEADS, SIZE, VOCAB, made, medusa, save
+from tests.medusa_exports import HEADS, SIZE, VOCAB, for_vllm, made, medusa, save
 from tests.readers import original_medusa
 from tests.readers.original_medusa import Block
 from tests.readers.vllm_medusa import Medusa
@@ -69,9 +69,8 @@ def said(folder: Path) -> Tensor:
 
 
 FORMS = [
-    ("own", "vllm_medusa", "own"), ("shared", "vllm_medusa", "shared"),
-    ("pruned", "vllm_medusa", "own"), ("low_rank", "vllm_medusa", "own"),
-    ("shared_pruned", "vllm_medusa", "shared_pruned"),
+    ("own", "vllm", "own"), ("shared", "vllm", "shared"),
+    ("shared_pruned", "vllm", "shared_pruned"),
     ("own", "fasterdecoding_v1", "own"), ("shared", "fasterdecoding_v1", "own"),
     ("shared", "fasterdecoding_v2", "shared"), ("own", "merged", "own"),
 ]  # fmt: skip
@@ -82,8 +81,13 @@ def test_there_and_back(
     kind: str, form: str, after: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     """Heads in another order or with another matrix load as well, and no guess is right."""
-    native = save(tmp_path / "native", medusa(kind), tiny_model_dir)
-    folder = made(native, tmp_path / "foreign", format=form)
+    heads = medusa(kind, num_layers=2 if form == "vllm" else 1)
+    native = save(tmp_path / "native", heads, tiny_model_dir)
+    if form == "vllm":
+        folder = for_vllm(tmp_path / "foreign", heads, tiny_model_dir)
+        torch.testing.assert_close(Medusa(folder).logits(HIDDEN), said(native), **CLOSE)
+    else:
+        folder = made(native, tmp_path / "foreign", format=form)
     back = made(folder, tmp_path / "back", base=str(tiny_model_dir))
     info = read_config(back)
     assert (info["kind"], info["num_heads"], info["lm_head"]) == ("medusa", HEADS, after)
@@ -100,13 +104,18 @@ def test_there_and_back(
 GOLDEN = Path(__file__).parents[1] / "golden" / "export"  # trained heads, a tuned base
 
 
-@pytest.mark.parametrize("form", ["fasterdecoding_v1", "fasterdecoding_v2", "vllm_medusa"])
+@pytest.mark.parametrize("form", ["fasterdecoding_v1", "fasterdecoding_v2", "vllm"])
 def test_decoding_is_that_of_the_native_form(
     form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guesses decide nothing but the number of steps: only that shows another head."""
-    folder = made(GOLDEN, tmp_path / "foreign", format=form)
-    back = made(folder, tmp_path / "back", base=str(folder / "base"))
+    base = GOLDEN / "base"
+    if form == "vllm":
+        folder = for_vllm(tmp_path / "foreign", medusa_of(GOLDEN), base)
+    else:
+        folder = made(GOLDEN, tmp_path / "foreign", format=form)
+        base = folder / "base"
+    back = made(folder, tmp_path / "back", base=str(base))
     set_tree(back, Tree.from_choices(read_config(GOLDEN)["tree"]["choices"]))
     answers = []
     for checkpoint in (GOLDEN, back):
@@ -117,6 +126,13 @@ def test_decoding_is_that_of_the_native_form(
     for key in ("text", "accept_lengths", "num_steps", "new_tokens"):
         assert answers[0][key] == answers[1][key], key
     assert len(set(answers[0]["accept_lengths"])) > 1, "no guess was right"
+
+
+def medusa_of(checkpoint: Path) -> MedusaHeads:
+    """Return the heads of an export."""
+    heads = load_heads(checkpoint)
+    assert isinstance(heads, MedusaHeads)
+    return heads
 
 
 def test_heads_are_counted_not_believed(
@@ -360,6 +376,24 @@ def test_vllm_folders_as_vllm_understands_them(
             made(folder, tmp_path / "back", base=str(tiny_model_dir))
 
 
+def test_the_reader_sees_what_vllm_passes_over(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """A reader as lenient as the engine would call every folder right."""
+    folder = for_vllm(tmp_path / "foreign", medusa(), tiny_model_dir)
+    file, config = folder / "model.safetensors", folder / "config.json"
+    tensors, settings = load_file(file), json.loads(config.read_text())
+    original = {f"0.{name}": tensor for name, tensor in tensors.items()}
+    for changed, values, problem in (
+        (original, settings, "pass over"),
+        (tensors, {**settings, "medusa_fc_bias": False}, "pass over blocks"),
+        (dict(list(tensors.items())[1:]), settings, "uninitialised"),
+        (tensors, {**settings, "num_attention_heads": 4}, "uninitialised"),
+    ):
+        save_file(changed, file)
+        config.write_text(json.dumps(values))
+        with pytest.raises(AssertionError, match=problem):
+            Medusa(folder)
+
+
 def test_a_whole_model_is_its_own_base(
     tiny_model_dir: Path, tmp_path: Path, make_tiny_llama: Callable[..., LlamaForCausalLM],
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
@@ -433,13 +467,15 @@ def test_precision_is_kept_or_asked_for(tiny_model_dir: Path, tmp_path: Path) ->
         assert {each.dtype for each in load_heads(back).parameters()} == {expected}
 
 
-@pytest.mark.parametrize("form", ["vllm_medusa", "fasterdecoding_v1"])
+@pytest.mark.parametrize("form", ["vllm", "fasterdecoding_v1"])
 def test_damage_is_one_line(form: str, tiny_model_dir: Path, tmp_path: Path) -> None:
     """A stranger's folder may hold anything: no traceback, no endless wait, nothing half done."""
-    native = save(
-        tmp_path / "native", medusa("pruned" if "vllm" in form else "own"), tiny_model_dir
-    )
-    folder, random, refused = made(native, tmp_path / "foreign", format=form), Random(5), 0
+    if form == "vllm":
+        folder = for_vllm(tmp_path / "foreign", medusa("shared_pruned"), tiny_model_dir)
+    else:
+        native = save(tmp_path / "native", medusa(), tiny_model_dir)
+        folder = made(native, tmp_path / "foreign", format=form)
+    random, refused = Random(5), 0
     for number in range(20):
         file = folder / ("config.json" if number % 2 else next(folder.glob("*.safetensors")).name)
         data = file.read_bytes()

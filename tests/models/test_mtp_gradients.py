@@ -24,6 +24,7 @@ from specheads.models.output import TRUNK, packed_taps
 from specheads.training.engine import lambda_scale
 from specheads.training.objectives import Batch, HeadsObjective
 from tests import zoo
+from tests.script_modules import load_script
 
 LENGTH = 24
 ROWS = (((5, 11, 8), (24,)), ((3, 1, 2, 13), (20,), (9, 9)))  # of two micro-batches
@@ -102,9 +103,11 @@ def build(case: Case, *, num_heads: int = 3, **options: Any) -> HeadsObjective:
     if case.recompute:
         checkpoint_layers(base)
     settings: dict[str, Any] = {"decay": 0.7, "lambda_0": 0.5, **options}
-    settings |= {"implementation": case.implementation, "chunk_size": case.chunk_size}
-    loss = LossConfig(**settings)
-    return HeadsObjective(base, heads, loss, train_base=case.train_base).train()
+    loss = LossConfig(**settings, chunk_size=case.chunk_size)
+    objective = HeadsObjective(base, heads, loss, train_base=case.train_base).train()
+    if case.implementation == "naive":
+        load_script("references").by_all_logits(objective)
+    return objective
 
 
 def pack(rows: Sequence[Sequence[Tensor]], masked: float = 0.0, seed: int = 0) -> Batch:

@@ -89,10 +89,6 @@ class Medusa:
             found.append(logits)
         return torch.stack(found)
 
-    def chain(self, hidden: Tensor) -> list[int]:
-        """Return what it proposes after hidden state [d]: each head's best guess."""
-        return [int(token) for token in self.logits(hidden).argmax(-1)]
-
 
 def renamed(config: dict[str, Any]) -> dict[str, Any]:
     """Return what vLLM's config class makes of a config: what sounds like a count is renamed."""
