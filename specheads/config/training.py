@@ -145,7 +145,6 @@ class LossConfig(Section):
     lambda_end: float = at_least(0, 0.1)  # step: what lambda_0 is then
     # tokens whose logits exist at one time; 0: by the vocabulary
     chunk_size: int = at_least(0, 0)
-    implementation: str = one_of("fused")  # in chunks, gradients formed in forward
 
     def _check_together(self) -> None:
         if self.lambda_schedule == "step":  # lambda_end is reached by a factor of it

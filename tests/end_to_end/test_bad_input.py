@@ -87,7 +87,7 @@ MEASURED: list[tuple[list[str], str]] = [
             "data.seq_len is 1024, longer than the base model's context of 512",
         ),
         (["resume=/no/such/checkpoint"], "no checkpoint at /no/such/checkpoint"),
-        (["loss.implementation=liger"], "must be one of fused, got 'liger'"),
+        (["loss.base=logits"], "must be one of labels, distill, got 'logits'"),
         (["deepspeed=zero2", "optim=muon"], "needs deepspeed=none, as ZeRO flattens the matrices"),
         *MEASURED,
     ],
