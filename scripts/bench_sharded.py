@@ -7,16 +7,20 @@ adapter and ``dflash`` train on it with two ranks on this processor. A watcher r
 memory of each rank 50 times a second and kills all of them once one has more than ``--share`` of
 what a process has resident that has loaded the base whole, and nothing else. The last run reads the
 base whole on each rank, as before it was divided while it was read: the same limit ends it.
-Resident memory is what Linux calls so, with the libraries and what is mapped from files.
+Resident memory is what Linux calls so, with the libraries and what is mapped from files. Beside it
+stands what ``specheads plan`` says of a rank, to be compared with what is above the peak that the
+same run has on a base of one small layer.
 """
 
+import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +148,7 @@ def watched(program: str, words: list[str], ranks: int, limit: float) -> dict[st
         "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(harness.ROOT), "WANDB_MODE": "disabled",
     }  # fmt: skip
-    begin, peaks = time.monotonic(), [0] * ranks
+    peaks = [0] * ranks
     environ = {**os.environ, **harness.RETURNING, **place}
     with tempfile.TemporaryFile("w+") as said:
         started = [
@@ -170,9 +174,20 @@ def watched(program: str, words: list[str], ranks: int, limit: float) -> dict[st
     if any(codes) and not killed:
         raise SystemExit(f"{words}: {codes}\n{text[-6000:]}")
     return {
-        "killed": killed, "peaks": peaks, "seconds": time.monotonic() - begin,
+        "killed": killed, "peaks": peaks,
         "whole": "every rank reads the base whole" in text,
     }  # fmt: skip
+
+
+def planned(words: list[str], ranks: int) -> float:
+    """Return the bytes of a rank at its peak, as ``specheads plan`` predicts them."""
+    words = [word.removeprefix("+") if "+recipe" in word else word for word in words]
+    done = subprocess.run(
+        [sys.executable, "-m", "specheads.plan", *words, f"gpus={ranks}", "json=true"],
+        cwd=harness.ROOT, check=True, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    stages = json.loads(done.stdout)["stages"]
+    return float(stages["as set" if "as set" in stages else "zero2"]["peak"])
 
 
 def main() -> None:
@@ -196,29 +211,41 @@ def main() -> None:
         "stage3_max_live_parameters": layer, "stage3_max_reuse_distance": 0,
         "stage3_prefetch_bucket_size": layer // 4, "reduce_bucket_size": layer // 4,
     }  # fmt: skip
-    rows = []
+    write_base(replace(given, hidden=64, intermediate=64, layers=1), root / "toy")
+    rows, run = [], root / "run"
     for case in given.cases:
-        run = root / "run"
-        shutil.rmtree(run, ignore_errors=True)
         words = CASES[case].split()
         if "deepspeed=zero2" not in words:
             section = "+deepspeed.zero_optimization"
             words += ["deepspeed=zero3", *(f"{section}.{key}={n}" for key, n in zero.items())]
-        words = [
-            *words, f"model={root / 'base'}", f"model.dtype={given.dtype}", "data=jsonl",
-            f"data.path={records}", f"hydra.run.dir={run}", "device=cpu",
-            "optim=adamw", f"steps={given.steps}", "optim.lr=1e-4", "autocast=none", "data.rows=1",
-            "data.seq_len=64", "evaluate.every=0", "evaluate.num_prompts=2",
-            "evaluate.loss_rows=2", "evaluate.max_new_tokens=16", "evaluate.minutes=0.1",
-            "log.every=1", "log.wandb=disabled",
+        words += [
+            f"model.dtype={given.dtype}", "device=cpu", "optim=adamw", f"steps={given.steps}",
+            "optim.lr=1e-4", "autocast=none", "data.rows=1", "data.seq_len=64",
+        ]  # fmt: skip
+        short = [
+            "data=jsonl", f"data.path={records}", f"hydra.run.dir={run}", "evaluate.every=0",
+            "evaluate.num_prompts=2", "evaluate.loss_rows=2", "evaluate.max_new_tokens=16",
+            "evaluate.minutes=0.1", "log.every=1", "log.wandb=disabled",
         ]  # fmt: skip
         program = (WHOLE if "whole" in case else "") + MAIN
-        found = {"case": case, **watched(program, words, given.ranks, limit)}
-        found["exported"] = (run / "export" / "manifest.json").is_file()
-        rows.append(found)
-        peaks = ", ".join(f"{peak / 1e9:.2f}" for peak in found["peaks"])
-        end = "killed" if found["killed"] else f"{given.steps} steps, exported"
-        print(f"{case:<20} {peaks} GB  {end}  {found['seconds']:.0f} s", flush=True)
+        ends: list[dict[str, Any]] = []
+        for name, bound in (("toy", math.inf), ("base", limit)):
+            shutil.rmtree(run, ignore_errors=True)
+            settings = [f"model={root / name}", *words, *short]
+            ends.append(watched(program, settings, given.ranks, bound))
+        small, row = max(ends[0]["peaks"]), {"case": case, **ends[1]}
+        row |= {
+            "peak_of_toy": small,
+            "exported": (run / "export" / "manifest.json").is_file(),
+            "planned": planned([f"model={root / 'base'}", *words], given.ranks),
+        }
+        rows.append(row)
+        peaks = ", ".join(f"{peak / 1e9:.2f}" for peak in row["peaks"])
+        above, told = (max(row["peaks"]) - small) / 1e9, row["planned"] / 1e9
+        end = "killed" if row["killed"] else f"{given.steps} steps, exported"
+        print(
+            f"{case}: {peaks} GB, {above:.2f} above a toy's, planned {told:.2f}; {end}", flush=True
+        )
     harness.write(
         given.out,
         harness.report(given, base_bytes=size, held_whole=whole, numbers=numbers, rows=rows),
