@@ -645,3 +645,25 @@ def zero(read: Read) -> str:
         told += f"; under DeepSpeed a step takes {cells((min(slower), max(slower)), '.1f', ' to ')}"
         told += " times its arithmetic, so that its time counts as not predicted"
     return f"{table(' | '.join(head), lines)}\n\n{told}."
+
+
+def sharded(read: Read) -> str:
+    """Return the resident memory of ranks that train a base which none may hold whole."""
+    found = read("sharded")
+    gigabytes = lambda number: f"{number / 1e9:.2f}"  # noqa: E731
+    lines = [
+        f"{row['case']} | {', '.join(map(gigabytes, row['peaks']))}"
+        f" | {gigabytes(max(row['peaks']) - row['peak_of_toy'])} | {gigabytes(row['planned'])}"
+        f" | {'trained and exported' if row['exported'] else 'killed'}"
+        for row in found["rows"]
+    ]
+    given, machine = found["settings"], found["environment"]
+    head = "run | peak of each rank, GB | above the toy's | planned | end"
+    bound = gigabytes(given["share"] * found["held_whole"])
+    return (
+        f"{table(head, lines)}\n\nA base of {found['numbers'] / 1e6:,.0f} million parameters,"
+        f" {gigabytes(found['base_bytes'])} GB in {given['dtype']}. A process that has only loaded"
+        f" it has {gigabytes(found['held_whole'])} GB; a rank is killed at {given['share']} of it,"
+        f" {bound} GB, libraries included. {given['ranks']} ranks, {given['steps']} steps each;"
+        f" {machine['processor']}, {machine['date']}."
+    )
