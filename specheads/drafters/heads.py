@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -155,16 +154,8 @@ class HeadsState:
     unread: Sequence[Unread] = ()
 
 
-# levels side by side, [levels, B, n, R], as many stacks as there are different n
-Stacks = Sequence[Tensor]
 # candidates [B, D * C], and log-probabilities and places, see growing.best_trees
-Guesses = tuple[Tensor, Stacks, Stacks]
-
-
-def _by_row(stacks: Stacks) -> list[list[Any]]:
-    """Return the stacks as [B][levels][n][R]."""
-    each = [stack.transpose(0, 1).tolist() for stack in stacks]
-    return [[level for levels in row for level in levels] for row in zip(*each, strict=True)]
+Guesses = tuple[Tensor, Tensor, Tensor]
 
 
 class HeadsDrafter:
@@ -343,13 +334,12 @@ class HeadsDrafter:
         """Grow every row's tree in Python."""
         roots, walk = state.root.tolist(), self._walk(state) if self.heads.sequential else None
         if walk is None or self.linked:  # all guesses are known before
-            found = self._linked(walk, state.draws) if walk else self._alike(state)
-            log_probs, places = map(_by_row, found[1:])
+            tokens, *levels = self._linked(walk, state.draws) if walk else self._alike(state)
+            known = (each.transpose(0, 1).tolist() for each in levels)
             trees: list[OneTree] = []
-            rows = zip(roots, found[0].tolist(), log_probs, places or repeat(()), strict=False)
-            for root, tokens, of_row, own in rows:
-                parents, slots = growing.best_tree_on_host(of_row, self.num_nodes, own)
-                trees.append(([root, *(tokens[slot] for slot in slots)], parents))
+            for root, own, *of_row in zip(roots, tokens.tolist(), *known, strict=True):
+                parents, slots = growing.best_tree_on_host(*of_row, self.num_nodes)
+                trees.append(([root, *(own[slot] for slot in slots)], parents))
             return trees
 
         def ask(nodes: Nodes | None) -> tuple[Tensor, Tensor]:
@@ -367,7 +357,9 @@ class HeadsDrafter:
         if self._scales is not None:
             logits = logits * self._scales[: self.max_depth, None, None, None]
         log_probs, places = best_guesses(logits, self.num_ranks)  # [D, B, 1, R]
-        return self.heads.token_ids(places.transpose(0, 1).flatten(1)), (log_probs,), ()
+        tokens = self.heads.token_ids(places.transpose(0, 1).flatten(1))
+        below = log_probs.expand(-1, -1, self.num_ranks, -1)  # the same below every candidate
+        return tokens, below, torch.arange(self.num_ranks, device=below.device).expand_as(below)
 
     def _parallel(self, state: HeadsState) -> Tensor:
         """Return the logits [D, B, 1, V'] of parallel heads."""
@@ -399,16 +391,16 @@ class HeadsDrafter:
 
     def _best_trees(self, roots: Tensor, found: Guesses) -> tuple[Tensor, Tensor, Tensor]:
         """Return what :meth:`grow` does, of heads whose guesses are all known before."""
-        tokens, *known = found
-        log_probs, places = ([level for stack in stacks for level in stack] for stacks in known)
-        parents, slots, values = growing.best_trees(log_probs, self.num_nodes, places)
+        tokens, *levels = found
+        parents, slots, values = growing.best_trees(*levels, self.num_nodes)
         return parents, torch.cat([roots[:, None], tokens.gather(1, slots)], dim=1), values
 
     def _linked(self, walk: Any, draws: Draws) -> Guesses:
         """Let heads that read of the path its last token alone guess at once, in two waves.
 
         First the candidates of each depth, without what a drafted token adds; then what every
-        candidate adds to every one of the next depth.
+        candidate adds to every one of the next depth. Probabilities are those among candidates:
+        what the others of depth 1 are left is the same for all paths.
         """
         heads, output = self.heads, self.output
         alone = walk.alone(self.max_depth)
@@ -417,22 +409,17 @@ class HeadsDrafter:
             noise = draws.noise(0, self.max_depth, heads, alone.device)
             chosen = draws.sampler.warp(chosen) + noise
         num_candidates = min(max(CANDIDATES, self.num_ranks), heads.num_outputs)
-        num_ranks = min(self.num_ranks, num_candidates)
-        best = chosen.topk(num_candidates, dim=-1)
-        places, tokens = best.indices, heads.token_ids(best.indices)  # [D, B, C]
-        scale: Any = 1.0 if self._scales is None else self._scales[0]
-        first = best.values[:1, :, :num_ranks] * scale
-        first = first - (chosen[:1] * scale).logsumexp(-1, keepdim=True)
-        in_order = torch.arange(num_ranks, device=places.device).expand(first.shape)
-        rest = alone[1:].gather(-1, places[1:])[:, :, None]
-        rest = output.finish(rest + walk.added(tokens[:-1], places[1:]))
+        places = chosen.topk(num_candidates, dim=-1).indices
+        tokens = heads.token_ids(places)  # [D, B, C]
+        logits = alone.gather(-1, places)[:, :, None].repeat(1, 1, num_candidates, 1)
+        logits[1:] += walk.added(tokens[:-1], places[1:])
+        logits = output.finish(logits)
         if drawn:
-            rest = draws.sampler.warp(rest) + noise[1:].gather(-1, places[1:])[:, :, None]
+            logits = draws.sampler.warp(logits) + noise.gather(-1, places)[:, :, None]
         if self._scales is not None:
-            rest = rest * self._scales[1 : self.max_depth, None, None, None]
-        log_probs, links = best_guesses(rest, num_ranks)  # [D - 1, B, C, R]
-        flat = tokens.transpose(0, 1).flatten(1)
-        return flat, (first[:, :, None], log_probs), (in_order[:, :, None], links)
+            logits = logits * self._scales[: self.max_depth, None, None, None]
+        levels = best_guesses(logits, min(self.num_ranks, num_candidates))  # [D, B, C, R]
+        return tokens.transpose(0, 1).flatten(1), *levels
 
     def _guesses(self, walk: Walk, draws: Draws) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and token ids of the best guesses at the nodes, [B, n, R]."""

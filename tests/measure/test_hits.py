@@ -194,8 +194,9 @@ def test_one_growth_tells_every_size() -> None:
     needed = dynamic_sizes(hits, 40, temperatures)
     log_probs = (logits / torch.tensor(temperatures)[:, None]).log_softmax(-1).transpose(0, 1)
     accepted = []
+    below = log_probs[:, :, None].expand(-1, -1, 6, -1)
     for size in (2, 3, 5, 9, 17, 40):
-        parents, slots, _ = best_trees(log_probs[:, :, None], size)
+        parents, slots, _ = best_trees(below, torch.arange(6).expand_as(below), size)
         for position in range(200):
             paths: list[tuple[int, ...]] = [()]
             for parent, slot in zip(parents[position, 1:], slots[position], strict=True):
