@@ -327,7 +327,7 @@ class HeadsDrafter:
             tokens = self.heads.token_ids(best.index_select(1, level.slots))
             found.append(tokens)
             if walk and number < len(self._levels):
-                walk.descend(level.with_children(tokens), level.parents)
+                walk.descend(tokens.index_select(1, level.inner), level.parents)
         return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
     def _grow_on_host(self, state: HeadsState) -> list[OneTree]:
@@ -473,19 +473,14 @@ class Level:
     Attributes:
         num_ranks: R, guesses that each inner node above is asked for.
         slots: [M], where the level's nodes stand among these guesses laid end to end.
-        inner: [I], places of the level's own inner nodes; None where all are.
-        parents: [I], the places of their parents among the inner nodes above; None where node for
-            node follows.
+        inner: [I], places of the level's own inner nodes.
+        parents: [I], the places of their parents among the inner nodes above.
     """
 
     num_ranks: int
     slots: Tensor
-    inner: Tensor | None
-    parents: Tensor | None
-
-    def with_children(self, tokens: Tensor) -> Tensor:
-        """Return those of the level's tokens [B, M] that stand at inner nodes, [B, I]."""
-        return tokens if self.inner is None else tokens.index_select(1, self.inner)
+    inner: Tensor
+    parents: Tensor
 
 
 def levels_of(tree: Tree, sequential: bool, device: torch.device) -> list[Level]:
@@ -494,18 +489,14 @@ def levels_of(tree: Tree, sequential: bool, device: torch.device) -> list[Level]
     if not sequential:
         num_ranks = tree.max_rank + 1
         every = ((tree.depths - 1) * num_ranks + tree.ranks)[1:]
-        return [Level(num_ranks, every.to(device), None, None)]
-
-    def index(places: Tensor, num_all: int) -> Tensor | None:
-        return None if places.equal(torch.arange(num_all)) else places.to(device)
-
+        return [Level(num_ranks, every.to(device), every[:0], every[:0])]
     levels, above = [], torch.tensor([0])  # the inner nodes of the level above
     for depth in range(1, tree.max_depth + 1):
         nodes = (tree.depths == depth).nonzero()[:, 0]
         places, ranks = torch.searchsorted(above, tree.parents[nodes]), tree.ranks[nodes]
         num_ranks = int(ranks.max()) + 1
         inner = torch.isin(nodes, tree.parents).nonzero()[:, 0]
-        slots, parents = places * num_ranks + ranks, index(places[inner], len(above))
-        levels.append(Level(num_ranks, slots.to(device), index(inner, len(nodes)), parents))
+        tensors = places * num_ranks + ranks, inner, places[inner]
+        levels.append(Level(num_ranks, *(each.to(device) for each in tensors)))
         above = nodes[inner]
     return levels

@@ -311,13 +311,13 @@ class EagleWalk(RootWalk):
         """Return what is guessed below the nodes at hand, [B, n, V']."""
         return self._logits(self._made)
 
-    def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
+    def descend(self, tokens: Tensor, parents: Tensor) -> None:
         """Go to nodes one deeper.
 
         Args:
             tokens: [B, n'], the tokens of these nodes.
             parents: the places of their parents among the n nodes at hand, [n'] where all rows
-                share them, else [B, n']; None where node for node follows.
+                share them, else [B, n'].
         """
         memory, heads, num_before = self._memory, self._memory.heads, self._lines.shape[2]
         parents = self.go_to(tokens, parents)

@@ -275,11 +275,9 @@ class RootWalk:
         # [B, n, N]: which nodes have which other, without the root, for ancestor or are the same
         self._lines = torch.ones(len(root), 1, 0, dtype=torch.bool, device=root.device)
 
-    def go_to(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
+    def go_to(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Go to nodes one deeper; return the places [B, n'] of their parents, as ``descend``."""
         num_rows, num_new = tokens.shape
-        if parents is None:
-            parents = torch.arange(num_new, device=tokens.device)
         parents = parents.expand(num_rows, -1)
         own = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(num_rows, -1, -1)
         self._lines = torch.cat([rows_at(self._lines, parents), own], dim=2)

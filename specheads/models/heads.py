@@ -442,20 +442,19 @@ class Walk:
             products = products + added.to(products.dtype)
         return steps.heads.finish(products, steps.output)
 
-    def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
+    def descend(self, tokens: Tensor, parents: Tensor) -> None:
         """Go to nodes one deeper.
 
         Args:
             tokens: [B, n'], the tokens of these nodes.
             parents: the places of their parents among the n nodes at hand, [n'] where all rows
-                share them, else [B, n']; None where node for node follows.
+                share them, else [B, n'].
         """
         steps, carried = self._steps, self._carried
         self.depth, self.tokens = self.depth + 1, tokens
         if carried is None:
             return
-        if parents is not None:
-            carried = rows_at(carried, parents.expand(len(carried), -1))
+        carried = rows_at(carried, parents.expand(len(carried), -1))
         if steps.conditions:
             below = carried[..., steps.heads.hidden_size :]
             self._carried = below + F.embedding(tokens, steps.conditions[self.depth])

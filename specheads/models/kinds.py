@@ -84,13 +84,13 @@ class Walk(Protocol):
     def logits(self) -> Tensor:
         """Return what head ``depth`` says at the nodes at hand, [B, n, V']."""
 
-    def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
+    def descend(self, tokens: Tensor, parents: Tensor) -> None:
         """Go to nodes one deeper.
 
         Args:
             tokens: [B, n'], the tokens of these nodes, which are to have children.
             parents: the places of their parents among the n nodes at hand, [n'] where all rows
-                share them, else [B, n']; None where node for node follows.
+                share them, else [B, n'].
         """
 
 

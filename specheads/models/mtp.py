@@ -576,13 +576,13 @@ class MtpWalk(head_cache.RootWalk):
         """Return what the module of this level says at its nodes, [B, n, V]."""
         return self._logits(self.depth, self._made[:, -self.tokens.shape[1] :])
 
-    def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
+    def descend(self, tokens: Tensor, parents: Tensor) -> None:
         """Go to nodes one deeper.
 
         Args:
             tokens: [B, n'], the tokens of these nodes.
             parents: the places of their parents among the n nodes at hand, [n'] where all rows
-                share them, else [B, n']; None where node for node follows.
+                share them, else [B, n'].
         """
         first, num_new = self._made.shape[1] - self.tokens.shape[1], tokens.shape[1]
         above = first + self.go_to(tokens, parents)

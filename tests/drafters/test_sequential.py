@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from specheads.attention.tree import Tree, default_tree
-from specheads.drafters import heads as drafter_module
 from specheads.drafters.contract import FINAL, Prefill
 from specheads.drafters.heads import HeadsDrafter, static_drafter
 from specheads.models import heads as heads_module
@@ -157,7 +156,7 @@ def test_narrow_weights_are_read_as_they_are(
     exact, wide = copy.deepcopy(base).float(), copy.deepcopy(heads).float()
     for i in range(3):
         if i:
-            walk.descend(tokens[:, i : i + 1], None)
+            walk.descend(tokens[:, i : i + 1], torch.tensor([0]))
         found = walk.logits()[:, 0]
         given = hidden.float(), output_layer(exact), tokens, exact.get_input_embeddings()
         expected = wide.logits(*given)[i]

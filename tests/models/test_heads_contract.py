@@ -201,7 +201,7 @@ def test_what_is_trained_is_what_decodes(tiny_llama: LlamaForCausalLM, heads: He
             )
             for depth in range(NUM_HEADS):
                 if depth:
-                    walk.descend(tokens[:, depth : depth + 1], None)
+                    walk.descend(tokens[:, depth : depth + 1], torch.tensor([0]))
                 assert walk.depth == depth and walk.tokens.equal(tokens[:, depth : depth + 1])
                 steps.append(walk.logits()[:, 0])
             found = torch.stack(steps)

@@ -106,7 +106,7 @@ def test_the_heads_say_what_they_said(
         for i in range(HEADS):
             torch.testing.assert_close(walk.logits()[:, 0], expected[i, :, -1], **CLOSE)
             if i + 1 < HEADS:
-                walk.descend(ids[:, LENGTH + i + 1, None], None)
+                walk.descend(ids[:, LENGTH + i + 1, None], torch.tensor([0]))
     if prefix:  # token by token, as while decoding
         memory: Any = export.heads.memory(2)
         with torch.no_grad():

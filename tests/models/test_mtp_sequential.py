@@ -272,7 +272,7 @@ def test_narrow_heads_draft_behind_a_wide_base() -> None:
     memory, made = memory.append(captured[FINAL], [11], torch.tensor([text[1:]]))
     walk = heads.steps(output, embed, 3)()(made, torch.tensor(text[-1:]), memory)
     for token in (1, 2):
-        walk.descend(torch.tensor([[token]]), None)
+        walk.descend(torch.tensor([[token]]), torch.tensor([0]))
     torch.testing.assert_close(walk.logits()[:, 0].float(), expected, rtol=0.1, atol=0.1)
 
 
