@@ -28,10 +28,9 @@ from specheads.attention.tree import RowTrees, Tree
 from specheads.drafters import growing
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.growing import Grown, Nodes, OneTree, best_guesses, on_host
-from specheads.models.base import Embed
 from specheads.models.forward import pad_rows
 from specheads.models.head_cache import rows_at
-from specheads.models.kinds import HeadCache, Heads, Walk, embedding
+from specheads.models.kinds import HeadCache, Heads, Walk
 from specheads.models.output import OutputLayer, side_by_side
 from specheads.system.errors import at_least, check
 from specheads.verification.sampling import Sampler
@@ -169,11 +168,10 @@ class HeadsDrafter:
     model is spread over several.
 
     Args:
-        heads: of any kind.
+        heads: of any kind; those that read tokens have been told through what, see
+            :meth:`specheads.models.kinds.Heads.read_through`.
         output: the base model's output layer, which shared heads go through.
         shape: the tree to fill at every step, or of what size trees are grown.
-        embed: the base model's input embedding, for heads that read tokens through it
-            (:func:`embedding`).
 
     Attributes:
         num_nodes: of every tree, root included.
@@ -182,20 +180,17 @@ class HeadsDrafter:
         width: of grown trees, see :class:`specheads.drafters.growing.Grown`.
 
     Raises:
-        ValueError: if the tree is deeper than the heads or wider than the tokens they can guess, if
-            a number is out of range, or if the embedding is missing.
+        ValueError: if the tree is deeper than the heads or wider than the tokens they can guess, or
+            if a number is out of range.
     """
 
     deterministic = True
 
-    def __init__(
-        self, heads: Heads, output: OutputLayer, shape: Tree | Grown, embed: Embed | None = None
-    ) -> None:
+    def __init__(self, heads: Heads, output: OutputLayer, shape: Tree | Grown) -> None:
         self.heads, self.output, self.shape = heads, output, shape
         self.taps = heads.taps
         self.num_nodes = shape.num_nodes
         self.device = next((p.device for p in heads.parameters()), output.weight.device)
-        self.embed = embed
         self._scales: Tensor | None = None
         if isinstance(shape, Tree):
             check_tree(shape, heads)
@@ -214,7 +209,7 @@ class HeadsDrafter:
         few = heads.num_outputs <= MOST_OUTPUTS
         self.linked = heads.markov_rank > 0 and not heads.condition and few
         if heads.sequential:
-            self._steps = heads.steps(output, embed, self.max_depth)
+            self._steps = heads.steps(output, self.max_depth)
 
     def steps(self) -> Any:
         """Return the heads as they are now: they may have been trained on in between."""
@@ -228,7 +223,7 @@ class HeadsDrafter:
         draws = Draws(sampler, size, prefill.rows, [len(ids) + 1 for ids in prefill.ids])
         if isinstance(self.shape, Tree):
             self.shape = self.shape.to(root.device)
-        memory = self.heads.memory(len(prefill.num_tokens), self.embed)
+        memory = self.heads.memory(len(prefill.num_tokens))
         if memory is None:
             last_hidden = prefill.last_hidden(*self.taps).to(self.device)
             return HeadsState(root, last_hidden, predict, None, draws)
@@ -430,27 +425,12 @@ class HeadsDrafter:
         return log_probs, self.heads.token_ids(places)
 
 
-def static_drafter(
-    base: PreTrainedModel, heads: Heads, output: OutputLayer, tree: Tree
+def heads_drafter(
+    base: PreTrainedModel, heads: Heads, output: OutputLayer, shape: Tree | Grown
 ) -> HeadsDrafter:
-    """Return a drafter that fills ``tree`` at every step; see :class:`HeadsDrafter`."""
-    return HeadsDrafter(heads, output, tree, embedding(base, heads))
-
-
-def dynamic_drafter(
-    base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
-    num_nodes: int,
-    *,
-    temperatures: Sequence[float] | None = None,
-) -> HeadsDrafter:
-    """Return a drafter that grows a tree of ``num_nodes`` nodes, root included, at every step.
-
-    See :class:`HeadsDrafter`, and :class:`specheads.drafters.growing.Grown` for ``temperatures``.
-    """
-    shape = Grown(num_nodes, temperatures=temperatures)
-    return HeadsDrafter(heads, output, shape, embedding(base, heads))
+    """Return the drafter of heads on a base, whose tokens they then read."""
+    heads.read_through(base)
+    return HeadsDrafter(heads, output, shape)
 
 
 def check_tree(tree: Tree, heads: Heads) -> None:

@@ -28,7 +28,7 @@ from specheads.drafters.growing import NUM_RANKS, grow
 from specheads.drafters.heads import Draws, HeadsDrafter
 from specheads.measure.clock import pad_left
 from specheads.measure.rows import ratio_ci95
-from specheads.models.kinds import Heads, Walk, embedding
+from specheads.models.kinds import Heads, Walk
 from specheads.models.output import OutputLayer, capture_hidden, side_by_side
 from specheads.verification.sampling import Sampler
 
@@ -104,9 +104,10 @@ def measure_hits(
     sequence = torch.cat([prompt, prompt.new_tensor([row.new_tokens])], dim=1)  # [1, P + L]
     with capture_hidden(base, heads.taps) as captured:
         base(input_ids=sequence, use_cache=False, logits_to_keep=1)
-    whole, embed = side_by_side(captured, heads.taps), embedding(base, heads)
+    heads.read_through(base)
+    whole = side_by_side(captured, heads.taps)
     places = torch.arange(whole.shape[1], device=whole.device)[None]
-    hidden = heads.contextual(whole, places, sequence.to(whole.device), embed).squeeze(-3)
+    hidden = heads.contextual(whole, places, sequence.to(whole.device)).squeeze(-3)
     new = sequence[0, num_prompt:].to(hidden.device)
     # There is no step with the last token as its root, and near a cut the limit hides guesses: a
     # step may gain one token more than there are heads.
@@ -119,7 +120,7 @@ def measure_hits(
     known = places < num_new
     tokens = new[places.clamp(max=num_new - 1)]  # [S, K + 1]
     # what a head reads beyond the end is nothing that it could be asked about
-    logits = heads.logits(hidden, output, tokens, embed).float()  # [K, S, V']
+    logits = heads.logits(hidden, output, tokens).float()  # [K, S, V']
     draws = None
     if sampler.temperature > 0 and positions:
         size = max(output.weight.shape[0], heads.vocab_size)
@@ -479,7 +480,7 @@ def _walks(hits: Hits, drafter: HeadsDrafter) -> Iterator[tuple[Tensor, Walk]]:
         return
     assert hits.ahead is not None
     num_read = len(hits.hidden)
-    empty: Any = drafter.heads.memory(1, drafter.embed)
+    empty: Any = drafter.heads.memory(1)
     text, every = empty.read(hits.hidden[None].to(device), [num_read], hits.ahead[None].to(device))
     first = num_read - len(positions) + 1
     for chunk in positions.split(max(1, min(num_rows, _COPIED // hits.hidden.numel()))):

@@ -29,7 +29,6 @@ from transformers import PreTrainedConfig
 
 from specheads.attention.cache import RowEnds, TreeLayer, grown_capacity
 from specheads.attention.mask import attend_folded
-from specheads.models.base import Embed
 from specheads.models.layer_step import LayerStep, Pick, signed
 from specheads.models.manifest import first_line
 from specheads.models.packed import Kept
@@ -212,12 +211,10 @@ class RootCache(RowCache):
     """The cache of layers that go down a tree from what they made of each row's last position.
 
     Attributes:
-        embed: the base's input embedding.
         ends: the lengths, [B] long where the heads lie.
         root: [..., B, d], what was made of the last positions.
     """
 
-    embed: Embed
     ends: Tensor
     root: Tensor
 

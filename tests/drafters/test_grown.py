@@ -16,9 +16,8 @@ from specheads.drafters import growing
 from specheads.drafters import heads as drafter_module
 from specheads.drafters.contract import FINAL, Candidates
 from specheads.drafters.growing import Grown
-from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.heads import HeadsDrafter, heads_drafter
 from specheads.models.heads import MedusaHeads
-from specheads.models.kinds import embedding
 from specheads.models.output import OutputLayer
 from specheads.verification.sampling import Sampler
 from tests.drafters.test_sequential import build, one_by_one, prefill
@@ -32,8 +31,7 @@ def drafter_of(
 ) -> HeadsDrafter:
     """Return a drafter; the output layer squashes logits, as some models' do."""
     output = OutputLayer(base.lm_head, scale=2.0, softcap=8.0)
-    embed = embedding(base, heads)
-    return HeadsDrafter(heads, output, Grown(num_nodes, **settings), embed)
+    return heads_drafter(base, heads, output, Grown(num_nodes, **settings))
 
 
 def every_prefix(

@@ -16,8 +16,8 @@ from specheads.attention.tree import Tree
 from specheads.config import ConfigError
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Drafter
-from specheads.drafters.growing import best_trees
-from specheads.drafters.heads import dynamic_drafter, static_drafter
+from specheads.drafters.growing import Grown, best_trees
+from specheads.drafters.heads import heads_drafter
 from specheads.measure import hits as module
 from specheads.measure.hits import (
     MISS,
@@ -112,14 +112,14 @@ def compare_with_decoding(
         found = measure_hits(base, heads, output, prompt, plain.rows[0], sampler)
         if ends:  # the last step's root comes before the end, and nothing comes after that
             assert found.came[-1, 1:].isnan().all() and (found.ranks[-1, 1:] == MISS).all()
-        largest = dynamic_drafter(base, heads, output, 20, temperatures=scales)
+        largest = heads_drafter(base, heads, output, Grown(20, temperatures=scales))
         if heads.sequential:
             dynamic = grown_sizes(found, largest)
         else:
             dynamic = dynamic_sizes(found, 20, scales)
         ways: list[tuple[Drafter, list[int]]] = [
             (
-                static_drafter(base, heads, output, tree),
+                heads_drafter(base, heads, output, tree),
                 list(replay(tree, found.ranks, ended=ends)),
             )
             for tree in TREES
@@ -131,7 +131,7 @@ def compare_with_decoding(
                 length = int(accepted[root]) + 1
                 lengths.append(min(length, len(accepted) - root) if ends else length)
                 root += length
-            grown = dynamic_drafter(base, heads, output, nodes, temperatures=scales)
+            grown = heads_drafter(base, heads, output, Grown(nodes, temperatures=scales))
             ways.append((grown, lengths))
         for drafter, replayed in ways:
             decoded = decode(
@@ -175,7 +175,7 @@ def test_what_is_expected_is_what_comes(medusa: Medusa, num_nodes: int) -> None:
     tree = Tree.from_choices(
         [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 2)][: num_nodes - 1]
     )
-    gains = decoded_gains(base, static_drafter(base, heads, output, tree), texts, 3)
+    gains = decoded_gains(base, heads_drafter(base, heads, output, tree), texts, 3)
     for prompt, of_prompt in enumerate(hits):
         steps = [step for text in of_prompt for step in replay(tree, text.ranks, ended=text.ended)]
         assert gains.tokens[prompt].item() == sum(steps)

@@ -218,10 +218,8 @@ def on_stored(
         "input_ids": ids, "labels": ids, "position_ids": positions, "hidden": hidden,
         "segment_ids": torch.ones_like(ids),
     }  # fmt: skip
-    objective = HeadsObjective(
-        None, heads, LossConfig(), train_base=False, output=output,
-        embed=lambda tokens: input_embedding(base)[tokens],
-    )  # fmt: skip
+    heads.read_through(base)
+    objective = HeadsObjective(None, heads, LossConfig(), train_base=False, output=output)
     return objective, batch
 
 
