@@ -197,13 +197,10 @@ class EagleHeads(TappedHeads):
 
         return begin
 
-    @torch.no_grad()
     def memory(self, num_rows: int) -> EagleCache:
         """Return the cache of rows of which nothing was read yet."""
-        weight = self.fc.weight
-        ends = torch.zeros(num_rows, dtype=torch.long, device=weight.device)
-        root = weight.new_zeros(num_rows, self.hidden_size)
-        return EagleCache(Slots(1, self._table), (0,) * num_rows, ends, root, self)
+        root = self.fc.weight.new_zeros(num_rows, self.hidden_size)
+        return EagleCache(Slots(1, self._table), (0,) * num_rows, root, self)
 
 
 def _attend_chains(queries: Tensor, text: Pair, seen: Tensor, chain: list[Pair]) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, Self, cast
 from weakref import WeakKeyDictionary
 
@@ -211,22 +211,24 @@ class RootCache(RowCache):
     """The cache of layers that go down a tree from what they made of each row's last position.
 
     Attributes:
-        ends: the lengths, [B] long where the heads lie.
         root: [..., B, d], what was made of the last positions.
     """
 
-    ends: Tensor
     root: Tensor
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """The lengths, [B] long where the heads lie."""
+        return torch.tensor(self.lengths, device=self.root.device)
 
     def select(self, rows: Tensor) -> Self:
         """Keep the rows ``rows`` [R] (long), in that order."""
-        here = rows.to(self.ends.device)
-        return replace(super().select(here), ends=self.ends[here], root=self.root[..., here, :])
+        here = rows.to(self.root.device)
+        return replace(super().select(here), root=self.root[..., here, :])
 
     def join(self, other: Self) -> Self:
         """Return the rows of both; something of all texts was read."""
-        ends, root = (self.ends, other.ends), (self.root, other.root)
-        return replace(super().join(other), ends=torch.cat(ends), root=torch.cat(root, dim=-2))
+        return replace(super().join(other), root=torch.cat([self.root, other.root], dim=-2))
 
     def moved(self, counts: Sequence[int], root: Tensor) -> Self:
         """Return this cache with ``counts[b]`` positions more in each row, of which ``root`` came.
@@ -235,10 +237,10 @@ class RootCache(RowCache):
             counts: per row; where it is 0, the root stays what it was.
             root: [..., B, d], what was made of each row's last position.
         """
-        new = torch.tensor(counts, device=self.ends.device)
         if min(counts) == 0:
+            new = torch.tensor(counts, device=root.device)
             root = torch.where(new[:, None] > 0, root, self.root)
-        return replace(self, lengths=self.grown(counts), ends=self.ends + new, root=root)
+        return replace(self, lengths=self.grown(counts), root=root)
 
     def as_it_was(self, lengths: Sequence[int], every: Tensor) -> Self:
         """Return this cache of one row as it was when the root stood elsewhere, one row for each.
@@ -247,9 +249,9 @@ class RootCache(RowCache):
             lengths: of the rows to come, how many positions were read.
             every: [..., 1, T, d], what was made of them, as ``read`` returned it.
         """
-        ends = torch.tensor(lengths, device=self.ends.device)
+        ends = torch.tensor(lengths, device=self.root.device)
         cache, root = self.select(torch.zeros_like(ends)), every[..., 0, ends - 1, :]
-        return replace(cache, lengths=tuple(lengths), ends=ends, root=root)
+        return replace(cache, lengths=tuple(lengths), root=root)
 
 
 class RootWalk:

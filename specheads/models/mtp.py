@@ -406,13 +406,12 @@ class MtpHeads(nn.Module, Heads):
         """
         if self.sequential:
             root = next(self.parameters()).new_zeros(self.num_heads, num_rows, self.hidden_size)
-            ends = torch.zeros(num_rows, dtype=torch.long, device=root.device)
 
             def table(capacity: int) -> Any:
                 return self.waves(root, torch.arange(capacity, device=root.device)[None])
 
             slots, lengths = Slots(self.num_heads, table), (0,) * num_rows
-            return TextCache(slots, lengths, ends, root, self, self._window())
+            return TextCache(slots, lengths, root, self, self._window())
         layers = [(each.block, each.norm) for each in map(self.layer, range(self.num_heads))]
         groups = [layers] if self.variant == "parallel" else [[each] for each in layers]
         window = attention_of(self.config)[1]
