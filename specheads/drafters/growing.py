@@ -74,16 +74,14 @@ def best_guesses(logits: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
     return log_probs, best.indices
 
 
-def best_trees(
-    log_probs: Tensor, places: Tensor, num_nodes: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def best_trees(num_nodes: int, log_probs: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Grow for every row the tree of ``num_nodes`` nodes with the most probable prefixes.
 
     Args:
+        num_nodes: root included; the tree is smaller if there are not so many prefixes.
         log_probs: [D, B, C, R], no positive numbers: per depth the R best guesses below each of the
             C candidates of the depth above; below the root those of the first.
         places: likewise, which candidate of its depth each guess is.
-        num_nodes: root included; the tree is smaller if there are not so many prefixes.
 
     Returns:
         parents [B, N], -1 for the root, nodes sorted by depth; slots [B, N - 1]: where each node
@@ -167,13 +165,13 @@ def _starts_above(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(above, device=device)
 
 
-def best_tree_on_host(log_probs: Sequence[Rows], places: Sequence[Rows], num_nodes: int) -> OneTree:
+def best_tree_on_host(num_nodes: int, log_probs: Sequence[Rows], places: Sequence[Rows]) -> OneTree:
     """Do for one row what :func:`best_trees` does, with a heap: on a CPU at a third of the time.
 
     Args:
+        num_nodes: root included.
         log_probs: [D][C][R], of the guesses below each candidate of the depth above, best first.
         places: likewise, which candidate of its depth each guess is.
-        num_nodes: root included.
 
     Returns:
         parents [N] and slots [N - 1], as :func:`best_trees` gives them: ``d * C + c`` for candidate

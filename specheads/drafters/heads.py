@@ -333,7 +333,7 @@ class HeadsDrafter:
             known = (each.transpose(0, 1).tolist() for each in levels)
             trees: list[OneTree] = []
             for root, own, *of_row in zip(roots, tokens.tolist(), *known, strict=True):
-                parents, slots = growing.best_tree_on_host(*of_row, self.num_nodes)
+                parents, slots = growing.best_tree_on_host(self.num_nodes, *of_row)
                 trees.append(([root, *(own[slot] for slot in slots)], parents))
             return trees
 
@@ -387,7 +387,7 @@ class HeadsDrafter:
     def _best_trees(self, roots: Tensor, found: Guesses) -> tuple[Tensor, Tensor, Tensor]:
         """Return what :meth:`grow` does, of heads whose guesses are all known before."""
         tokens, *levels = found
-        parents, slots, values = growing.best_trees(*levels, self.num_nodes)
+        parents, slots, values = growing.best_trees(self.num_nodes, *levels)
         return parents, torch.cat([roots[:, None], tokens.gather(1, slots)], dim=1), values
 
     def _linked(self, walk: Any, draws: Draws) -> Guesses:

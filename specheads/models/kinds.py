@@ -328,9 +328,7 @@ class Heads(Protocol):
         """Return the token ids of places among the V', of any shape."""
         return places if self.token_map is None else self.token_map[places]
 
-    def logits(
-        self, hidden: Tensor, output: OutputLayer, tokens: Tensor | None = None
-    ) -> Tensor:
+    def logits(self, hidden: Tensor, output: OutputLayer, tokens: Tensor | None = None) -> Tensor:
         """Return the logits [K, ..., V'] of all heads, computed as the base computes its own.
 
         The arguments are those of ``features``, and the base's output layer.
@@ -403,4 +401,3 @@ class Heads(Protocol):
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Learn or not, and return itself."""
-

@@ -65,7 +65,7 @@ def alike(log_probs: Tensor) -> tuple[Tensor, Tensor]:
 def heap_of(log_probs: Tensor, num_nodes: int) -> OneTree:
     """Return one row's tree, of log-probabilities [D, R]."""
     below, places = (each[:, 0].tolist() for each in alike(log_probs[:, None]))
-    return best_tree_on_host(below, places, num_nodes)
+    return best_tree_on_host(num_nodes, below, places)
 
 
 # few distinct numbers, so that values tie, and certain and impossible guesses among them
@@ -86,7 +86,7 @@ def test_the_tree_is_the_best_of_all(log_probs: list[list[float]], num_nodes: in
     """A level cut too short, or a child kept without its parent where values tie."""
     paths = all_paths(log_probs)
     num_nodes = min(num_nodes, len(paths) + 1)
-    parents, slots, _ = best_trees(*alike(torch.tensor(log_probs)[:, None]), num_nodes)
+    parents, slots, _ = best_trees(num_nodes, *alike(torch.tensor(log_probs)[:, None]))
     nodes = paths_of(parents[0], slots[0], len(log_probs[0]))
     assert len(nodes) == num_nodes
     gain = sum(paths[node] for node in nodes[1:])
@@ -103,7 +103,7 @@ def test_rows_grow_their_own_trees() -> None:
     """Rows mixed up, or one row's tree for all; sizes as decoding uses them, against the heap."""
     log_probs = torch.randn(4, 5, 12).mul(2).log_softmax(-1).topk(8).values
     for num_nodes in (2, 16, 33):
-        parents, slots, _ = best_trees(*alike(log_probs), num_nodes)
+        parents, slots, _ = best_trees(num_nodes, *alike(log_probs))
         assert parents.shape == (5, num_nodes)
         trees = []
         for row in range(5):
@@ -125,11 +125,11 @@ def test_rows_grow_their_own_trees() -> None:
 
 def test_small_and_certain_trees() -> None:
     """More nodes asked for than there are prefixes; heads that are certain, so that all tie."""
-    parents, slots, _ = best_trees(*alike(torch.zeros(2, 1, 2)), 50)
+    parents, slots, _ = best_trees(50, *alike(torch.zeros(2, 1, 2)))
     assert len(paths_of(parents[0], slots[0], 2)) == 7
-    parents, slots, _ = best_trees(*alike(torch.zeros(3, 1, 4)), 9)
+    parents, slots, _ = best_trees(9, *alike(torch.zeros(3, 1, 4)))
     paths_of(parents[0], slots[0], 4)
-    parents, slots, _ = best_trees(*alike(torch.zeros(3, 2, 4)), 1)
+    parents, slots, _ = best_trees(1, *alike(torch.zeros(3, 2, 4)))
     assert parents.tolist() == [[-1], [-1]] and slots.shape == (2, 0)
 
 
@@ -138,7 +138,7 @@ def test_nothing_waits_for_the_device() -> None:
     growing._starts_above.cache_clear()
     try:
         with FakeTensorMode():  # has no values: reading one raises
-            parents, slots, _ = best_trees(*alike(torch.zeros(4, 3, 8)), 16)
+            parents, slots, _ = best_trees(16, *alike(torch.zeros(4, 3, 8)))
             tree = RowTrees.from_parents(parents, 4)
         assert tuple(parents.shape) == (3, 16) and tuple(slots.shape) == (3, 15)
         assert tuple(tree.tree_mask.shape) == (3, 16, 16)

@@ -196,7 +196,7 @@ def test_one_growth_tells_every_size() -> None:
     accepted = []
     below = log_probs[:, :, None].expand(-1, -1, 6, -1)
     for size in (2, 3, 5, 9, 17, 40):
-        parents, slots, _ = best_trees(below, torch.arange(6).expand_as(below), size)
+        parents, slots, _ = best_trees(size, below, torch.arange(6).expand_as(below))
         for position in range(200):
             paths: list[tuple[int, ...]] = [()]
             for parent, slot in zip(parents[position, 1:], slots[position], strict=True):
