@@ -4,10 +4,9 @@ Parallel heads (Cai et al., arXiv:2401.10774, section 2.1) guess from the last c
 state alone: head i predicts depth i + 1 whatever stands above, so one top-k of all heads fills the
 whole tree. Sequential heads (Hydra, Ankner et al., arXiv:2402.05109; Markov; MTP) read the tokens
 drafted before their own, so that the same rank under two parents is two different tokens: each head
-runs once per level, for all nodes of that level that have children, in all rows together. Where a
-tree is grown, heads that read of these tokens the last one alone (Markov), of a small vocabulary,
-guess in two waves: the few best of each depth first, then what each of these adds to each of the
-next.
+runs once per level, for all nodes of that level that have children, in all rows together. Heads
+that read of these tokens the last one alone (Markov), of a small vocabulary, guess in two waves:
+the few best of each depth first, then what each of these adds to each of the next.
 
 The best guesses at a node are its children, so no two siblings are equal. Where the base model
 draws, the best are those by the heads' logits with the noise of its own draws at that position
@@ -196,6 +195,8 @@ class HeadsDrafter:
             check_tree(shape, heads)
             self.max_depth, self.num_ranks = shape.max_depth, shape.max_rank + 1
             self._levels = levels_of(shape, heads.sequential, self.device)
+            nodes = (shape.depths - 1, shape.parents, shape.ranks)
+            self._nodes = [*zip(*(each.tolist() for each in nodes), strict=True)][1:]
         else:
             at_least(shape, num_nodes=2, num_ranks=1, width=1)
             self.max_depth, self.width = min(heads.num_heads, shape.num_nodes - 1), shape.width
@@ -313,6 +314,8 @@ class HeadsDrafter:
     def _fill(self, state: HeadsState) -> Tensor:
         """Return the guesses [B, N - 1] at the nodes of the static tree."""
         walk = self._walk(state) if self.heads.sequential else None
+        if walk and self.linked:
+            return self._fill_linked(*self._linked(walk, state.draws))
         found = []
         for number, level in enumerate(self._levels, start=1):
             # parallel heads have one level, in which all of them guess
@@ -389,6 +392,17 @@ class HeadsDrafter:
         tokens, *levels = found
         parents, slots, values = growing.best_trees(self.num_nodes, *levels)
         return parents, torch.cat([roots[:, None], tokens.gather(1, slots)], dim=1), values
+
+    def _fill_linked(self, tokens: Tensor, _: Tensor, places: Tensor) -> Tensor:
+        """Return which of the candidates [B, D * C] stand at the nodes of the static tree."""
+        rows = []
+        for row in places.transpose(0, 1).tolist():
+            found, slots = [0], []
+            for depth, parent, rank in self._nodes:
+                found.append(row[depth][found[parent]][rank])
+                slots.append(depth * len(row[0]) + found[-1])
+            rows.append(slots)
+        return tokens.gather(1, torch.tensor(rows, device=tokens.device))
 
     def _linked(self, walk: Any, draws: Draws) -> Guesses:
         """Let heads that read of the path its last token alone guess at once, in two waves.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
-from specheads.attention.tree import RowTrees
+from specheads.attention.tree import RowTrees, default_tree
 from specheads.drafters import growing
 from specheads.drafters import heads as drafter_module
 from specheads.drafters.contract import FINAL, Candidates
@@ -134,14 +134,14 @@ def test_guesses_in_two_waves_are_those_of_level_after_level(
     heads = build(tiny_llama, kind)
     drawn = Sampler(temperature=0.7, top_k=50, seed=3)
     read = replace(prefill(tiny_llama, 3), sampler=drawn, vocab_size=272)
-    drafter = drafter_of(tiny_llama, heads, 12, width=12, temperatures=TEMPERATURES)
-    at_once = drafter.propose(drafter.start(read))
-    assert drafter.linked
-    drafter.linked = False
-    in_turn = drafter.propose(drafter.start(read))
-    assert at_once.tokens.equal(in_turn.tokens)
-    assert isinstance(at_once.tree, RowTrees) and isinstance(in_turn.tree, RowTrees)
-    assert at_once.tree.parents.equal(in_turn.tree.parents)
+    grown = drafter_of(tiny_llama, heads, 12, width=12, temperatures=TEMPERATURES)
+    for drafter in (grown, heads_drafter(tiny_llama, heads, grown.output, default_tree(3, 12))):
+        at_once = drafter.propose(drafter.start(read))
+        assert drafter.linked
+        drafter.linked = False
+        in_turn = drafter.propose(drafter.start(read))
+        assert at_once.tokens.equal(in_turn.tokens)
+        assert at_once.tree.parents.equal(in_turn.tree.parents)
     monkeypatch.setattr(drafter_module, "MOST_OUTPUTS", heads.num_outputs - 1)
     assert not drafter_of(tiny_llama, heads, 12).linked
 

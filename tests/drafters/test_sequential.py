@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from specheads.attention.tree import Tree, default_tree
+from specheads.drafters import heads as drafter_module
 from specheads.drafters.contract import FINAL, Prefill
 from specheads.drafters.heads import HeadsDrafter, heads_drafter
 from specheads.models import heads as heads_module
@@ -95,6 +96,7 @@ def test_each_node_continues_its_own_path(
     """A head that reads a sibling's path, or a place too far, only shows as low acceptance."""
     if not tables:
         monkeypatch.setattr(heads_module, "MAX_TABLE", 0)
+    monkeypatch.setattr(drafter_module, "CANDIDATES", 272)  # all there are
     heads = build(tiny_llama, kind)
     output = OutputLayer(tiny_llama.lm_head, scale=0.5, softcap=4.0)
     for tree in TREES:
