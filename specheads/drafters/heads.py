@@ -250,10 +250,7 @@ class HeadsDrafter:
             tree = RowTrees.from_lists([parents for _, parents in rows], self.max_depth)
             guesses = torch.tensor([tokens for tokens, _ in rows]).to(root.device)
             return Candidates(guesses, tree, follows_noise=follows)
-        if self.heads.sequential:
-            parents, tokens, _ = self.grow(self._walk(state), state.draws)
-        else:
-            parents, tokens, _ = self._best_trees(root.to(self.device), self._alike(state))
+        parents, tokens, _ = self.grow(state)
         tree = RowTrees.from_parents(parents.to(root.device), self.max_depth)
         return Candidates(tokens.to(root.device), tree, follows_noise=follows)
 
@@ -330,12 +327,12 @@ class HeadsDrafter:
 
     def _grow_on_host(self, state: HeadsState) -> list[OneTree]:
         """Grow every row's tree in Python."""
-        roots, walk = state.root.tolist(), self._walk(state) if self.heads.sequential else None
-        if walk is None or self.linked:  # all guesses are known before
-            tokens, *levels = self._linked(walk, state.draws) if walk else self._alike(state)
-            known = (each.transpose(0, 1).tolist() for each in levels)
+        (walk, known), roots = self._begin(state), state.root.tolist()
+        if known is not None:
+            tokens, *levels = known
+            rows = (each.transpose(0, 1).tolist() for each in levels)
             trees: list[OneTree] = []
-            for root, own, *of_row in zip(roots, tokens.tolist(), *known, strict=True):
+            for root, own, *of_row in zip(roots, tokens.tolist(), *rows, strict=True):
                 parents, slots = growing.best_tree_on_host(self.num_nodes, *of_row)
                 trees.append(([root, *(own[slot] for slot in slots)], parents))
             return trees
@@ -365,33 +362,31 @@ class HeadsDrafter:
         return logits
 
     @torch.no_grad()
-    def grow(self, walk: Walk, draws: Draws | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Grow trees from sequential heads at the roots; nothing waits for the device.
-
-        Args:
-            walk: the heads there.
-            draws: what guesses follow; None: nothing.
+    def grow(self, state: HeadsState) -> tuple[Tensor, Tensor, Tensor]:
+        """Grow every row's tree; nothing waits for the device.
 
         Returns:
             Parents, tokens and values, see :func:`specheads.drafters.growing.grow`.
         """
-        followed = draws or NO_DRAWS
+        (walk, known), roots = self._begin(state), state.root.to(self.device)
+        if known is not None:
+            tokens, *levels = known
+            parents, slots, values = growing.best_trees(self.num_nodes, *levels)
+            return parents, torch.cat([roots[:, None], tokens.gather(1, slots)], dim=1), values
 
         def ask(nodes: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
             if nodes is not None:
                 walk.descend(*nodes)
-            return self._guesses(walk, followed)
+            return self._guesses(walk, state.draws)
 
-        roots = walk.tokens[:, 0]
-        if not self.linked:
-            return growing.grow(ask, roots, self.num_nodes, self.max_depth, self.width)
-        return self._best_trees(roots, self._linked(walk, followed))
+        return growing.grow(ask, roots, self.num_nodes, self.max_depth, self.width)
 
-    def _best_trees(self, roots: Tensor, found: Guesses) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what :meth:`grow` does, of heads whose guesses are all known before."""
-        tokens, *levels = found
-        parents, slots, values = growing.best_trees(self.num_nodes, *levels)
-        return parents, torch.cat([roots[:, None], tokens.gather(1, slots)], dim=1), values
+    def _begin(self, state: HeadsState) -> tuple[Any, Guesses | None]:
+        """Return sequential heads at the roots; and all guesses, where these are known by then."""
+        if not self.heads.sequential:
+            return None, self._alike(state)
+        walk = self._walk(state)
+        return walk, self._linked(walk, state.draws) if self.linked else None
 
     def _fill_linked(self, tokens: Tensor, _: Tensor, places: Tensor) -> Tensor:
         """Return which of the candidates [B, D * C] stand at the nodes of the static tree."""

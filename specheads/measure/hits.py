@@ -25,10 +25,10 @@ from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.growing import NUM_RANKS, grow
-from specheads.drafters.heads import Draws, HeadsDrafter
+from specheads.drafters.heads import Draws, HeadsDrafter, HeadsState
 from specheads.measure.clock import pad_left
 from specheads.measure.rows import ratio_ci95
-from specheads.models.kinds import Heads, Walk
+from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, capture_hidden, side_by_side
 from specheads.verification.sampling import Sampler
 
@@ -64,7 +64,7 @@ class Hits:
         tokens: [S, K + 1], the root and what came after it, -1 beyond the end; None for parallel
             heads.
         ahead: [P - 1 + S], of sequential MTP heads: the token after each hidden state; else None.
-        draws: of sequential heads, what guesses at the S positions follow; None of a greedy text.
+        draws: of sequential heads, what guesses at the S positions follow.
     """
 
     ranks: Tensor
@@ -121,11 +121,9 @@ def measure_hits(
     tokens = new[places.clamp(max=num_new - 1)]  # [S, K + 1]
     # what a head reads beyond the end is nothing that it could be asked about
     logits = heads.logits(hidden, output, tokens).float()  # [K, S, V']
-    draws = None
+    size = max(output.weight.shape[0], heads.vocab_size)
+    lengths = [num_prompt + 1 + root for root in range(positions)]
     if sampler.temperature > 0 and positions:
-        size = max(output.weight.shape[0], heads.vocab_size)
-        lengths = [num_prompt + 1 + root for root in range(positions)]
-        draws = Draws(sampler, size, [0] * positions, lengths)
         noise = sampler.noise_from(lengths[:1], positions + num_heads, size, logits.device)[0]
         if heads.token_map is not None:
             noise = noise[:, heads.token_map]
@@ -145,6 +143,7 @@ def measure_hits(
     found = Hits(ranks, values, came, norms, row.finished)
     if not heads.sequential:
         return found
+    draws = Draws(sampler, size, [0] * positions, lengths)
     found = replace(found, tokens=tokens.masked_fill(~known, -1).cpu(), draws=draws)
     if not heads.walks_text:
         return replace(found, hidden=hidden.cpu())
@@ -456,27 +455,27 @@ def grown_sizes(hits: Hits, drafter: HeadsDrafter) -> Tensor:
     assert hits.tokens is not None
     found = torch.full_like(hits.ranks, MISS)
     depth = drafter.max_depth
-    for chunk, walk in _walks(hits, drafter):
-        draws = None if hits.draws is None else hits.draws.select(chunk.tolist())
-        parents, guesses, values = (each.cpu() for each in drafter.grow(walk, draws))
+    for chunk, state in _states(hits, drafter):
+        parents, guesses, values = (each.cpu() for each in drafter.grow(state))
         came = hits.tokens[chunk, 1 : depth + 1]
         found[chunk, :depth] = _sizes_needed(parents, values, guesses, came)
     return found
 
 
-def _walks(hits: Hits, drafter: HeadsDrafter) -> Iterator[tuple[Tensor, Walk]]:
-    """Yield some positions [n] of a text, and the heads at the roots that stand there, n rows."""
+def _states(hits: Hits, drafter: HeadsDrafter) -> Iterator[tuple[Tensor, HeadsState]]:
+    """Yield some positions [n] of a text, and where guesses behind them start, n rows."""
     if not len(hits.ranks):
         return
-    assert hits.hidden is not None and hits.tokens is not None
-    begin = drafter.steps()
+    assert hits.hidden is not None and hits.tokens is not None and hits.draws is not None
+    begin, draws = drafter.steps(), hits.draws
     device = next(drafter.heads.parameters()).device
     num_rows = max(1, _NUMBERS // (drafter.width * drafter.heads.num_outputs))
     positions, roots = torch.arange(len(hits.ranks)), hits.tokens[:, 0].to(device)
     if not drafter.heads.walks_text:
         for chunk in positions.split(num_rows):
             hidden = hits.hidden.index_select(-2, chunk).to(device)
-            yield chunk, begin(hidden, roots[chunk], None)
+            of = draws.select(chunk.tolist())
+            yield chunk, HeadsState(roots[chunk], hidden, begin, None, of)
         return
     assert hits.ahead is not None
     num_read = len(hits.hidden)
@@ -486,7 +485,8 @@ def _walks(hits: Hits, drafter: HeadsDrafter) -> Iterator[tuple[Tensor, Walk]]:
     for chunk in positions.split(max(1, min(num_rows, _COPIED // hits.hidden.numel()))):
         # the same text many times over, each read up to another root
         memory = text.as_it_was((first + chunk).tolist(), every)
-        yield chunk, begin(memory.root, roots[chunk], memory)
+        of = draws.select(chunk.tolist())
+        yield chunk, HeadsState(roots[chunk], memory.root, begin, memory, of)
 
 
 def gained(sizes_needed: Tensor, sizes: Tensor, *, ended: bool) -> tuple[Tensor, Tensor]:

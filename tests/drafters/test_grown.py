@@ -16,7 +16,7 @@ from specheads.drafters import growing
 from specheads.drafters import heads as drafter_module
 from specheads.drafters.contract import FINAL, Candidates
 from specheads.drafters.growing import Grown
-from specheads.drafters.heads import HeadsDrafter, heads_drafter
+from specheads.drafters.heads import HeadsDrafter, HeadsState, heads_drafter
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer
 from specheads.verification.sampling import Sampler
@@ -152,11 +152,11 @@ def test_nothing_waits_for_the_device(tiny_llama: LlamaForCausalLM, kind: str) -
     """A synchronisation per level costs a GPU more than the tree gains."""
     heads = build(tiny_llama, kind)
     drafter = drafter_of(tiny_llama, heads, 12)
-    walk = drafter.steps()(torch.randn(2, 32), torch.tensor([3, 4]))
+    state = HeadsState(torch.tensor([3, 4]), torch.randn(2, 32), drafter.steps())
     growing._starts_above.cache_clear()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):  # has no values: reading one raises
-            parents, _, values = drafter.grow(walk)
+            parents, _, values = drafter.grow(state)
     finally:
         growing._starts_above.cache_clear()
     assert tuple(parents.shape) == tuple(values.shape) == (2, 12)
