@@ -123,12 +123,11 @@ def measure_hits(
     logits = heads.logits(hidden, output, tokens).float()  # [K, S, V']
     size = max(output.weight.shape[0], heads.vocab_size)
     lengths = [num_prompt + 1 + root for root in range(positions)]
-    if sampler.temperature > 0 and positions:
-        noise = sampler.noise_from(lengths[:1], positions + num_heads, size, logits.device)[0]
-        if heads.token_map is not None:
-            noise = noise[:, heads.token_map]
+    draws = Draws(sampler, size, [0] * positions, lengths)
+    if sampler.temperature > 0 and positions:  # places of one text share most of their noise
+        noise = draws.select([0]).noise(0, positions + num_heads, heads, logits.device)[:, 0]
         ahead = torch.arange(num_heads, device=logits.device)[:, None] + roots[:, 0]
-        logits = sampler.warp(logits) + noise[ahead, : logits.shape[-1]]
+        logits = sampler.warp(logits) + noise[ahead]
     # in the order of the drafter's own top-k, for equal logits are common in bfloat16
     best = logits.topk(min(NUM_RANKS, logits.shape[-1]), dim=-1)
     wanted = heads.map_labels(tokens[:, 1:]).T.masked_fill(~known[:, 1:].T, -1)  # [K, S]
@@ -143,7 +142,6 @@ def measure_hits(
     found = Hits(ranks, values, came, norms, row.finished)
     if not heads.sequential:
         return found
-    draws = Draws(sampler, size, [0] * positions, lengths)
     found = replace(found, tokens=tokens.masked_fill(~known, -1).cpu(), draws=draws)
     if not heads.walks_text:
         return replace(found, hidden=hidden.cpu())

@@ -289,13 +289,8 @@ class MedusaHeads(nn.Module, Heads):
         """
         heads, shared = list(map(self.head, range(self.num_heads))), self.shared_rows(output.weight)
         if sum(parameter.numel() for parameter in self.heads.parameters()) > _MAX_STACKED:
-
-            @torch.no_grad()
-            def each(hidden: Tensor) -> Tensor:
-                features = [head(hidden) for head in heads]
-                return multiplied(features, [head.own_weight(shared) for head in heads])
-
-            return each
+            weights = [head.own_weight(shared) for head in heads]
+            return torch.no_grad()(lambda x: multiplied([head(x) for head in heads], weights))
 
         def stacked(name: str) -> Tensor:
             return torch.stack([head.get_parameter(name) for head in heads])
