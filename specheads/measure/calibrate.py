@@ -169,7 +169,7 @@ def calibrate(
     scales = hits.fit_temperatures(seen)
     kinds = {
         "static": Kind(hits.static_gains(seen, most), static),
-        "dynamic": Kind(hits.drafter_gains(seen, grown(largest), scales), grown),
+        "dynamic": Kind(hits.drafter_gains(seen, grown(largest)), grown),
     }
     plain = _clock_sizes(base, kinds, texts, search)
     fixed = search.num_nodes > 0

@@ -344,7 +344,7 @@ def test_trees_of_all_sizes_are_counted_as_they_decode(temperature: float) -> No
 
     nodes = grow_nodes(hits, 24)
     largest = grown_of(24)
-    dynamic = drafter_gains(hits, largest, scales)
+    dynamic = drafter_gains(hits, largest)
     static = count_gains(hits, lambda _, text: static_sizes(nodes, text.ranks), len(nodes) + 1)
     for size in (2, 14):
         drafter = grown_of(size)
