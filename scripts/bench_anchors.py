@@ -104,17 +104,17 @@ def arms(name: str, given: Settings) -> list[Arm]:
             "hidden": torch.randn(*ids.shape, states, dtype=torch.bfloat16),
         }
         places = given.rows * (min(heads.anchors, given.seq_len) or given.seq_len)
-        embed = base.get_input_embeddings()
-        start = partial(stepping, cfg, heads, output, embed, batch)
+        heads.read_through(base)
+        start = partial(stepping, cfg, heads, output, batch)
         found.append(Arm(arm, places, heads, start))
     return found
 
 
 def stepping(
-    cfg: TrainConfig, heads: Any, output: Any, embed: Any, batch: dict[str, torch.Tensor]
+    cfg: TrainConfig, heads: Any, output: Any, batch: dict[str, torch.Tensor]
 ) -> Callable[[], Any]:
     """Return a step of training."""
-    objective = HeadsObjective(None, heads, cfg.loss, train_base=False, output=output, embed=embed)
+    objective = HeadsObjective(None, heads, cfg.loss, train_base=False, output=output)
     groups = param_groups(replace(cfg.optim, warmup_steps=0), heads=(heads, cfg.optim.lr))
     engine = TorchEngine(objective.train(), groups, cfg)
 

@@ -45,7 +45,7 @@ from specheads.decoding.exported import (
 )
 from specheads.decoding.loop import decode
 from specheads.drafters.contract import Drafter
-from specheads.drafters.heads import static_drafter
+from specheads.drafters.heads import heads_drafter
 from specheads.measure.bench import Contest
 from specheads.measure.clock import Method, Prompt, prompts_of
 from specheads.models.base import end_tokens, load_config
@@ -315,7 +315,7 @@ class Contender:
             }
         heads, output = export.heads, output_layer(export.base)
         tree = Tree.chain(min(DEPTH, heads.num_heads))
-        straight = static_drafter(export.base, heads, output, tree)
+        straight = heads_drafter(export.base, heads, output, tree)
         grown = {n: exported_drafter(export, DecodeConfig(num_nodes=n)) for n in NUM_NODES}
         return {CHAIN: (straight, tree.num_nodes)} | {f"tree_{n}": (d, n) for n, d in grown.items()}
 

@@ -47,7 +47,7 @@ from specheads.data.schema import Record
 from specheads.decoding.costs import clock_steps
 from specheads.decoding.exported import Subject, load_subject
 from specheads.drafters.contract import Drafter
-from specheads.drafters.heads import static_drafter
+from specheads.drafters.heads import heads_drafter
 from specheads.measure.calibrate import calibrate
 from specheads.measure.clock import Prompt, prompts_of
 from specheads.measure.hits import Texts, collect_hits, grow_static
@@ -271,7 +271,7 @@ def step_milliseconds(
     drafters: list[Drafter | None] = [None]
     if model.export is not None and tree is not None:
         output = output_layer(model.base)
-        drafters.append(static_drafter(model.base, model.export.heads, output, tree))
+        drafters.append(heads_drafter(model.base, model.export.heads, output, tree))
     clocked, _ = clock_steps(model.base, drafters, ids, **how)
     plain, *others = (1e3 * statistics.median(each) for each in clocked)
     found = {"plain": plain}

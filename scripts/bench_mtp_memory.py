@@ -105,7 +105,7 @@ class Setup:
         if self.heads is not None:
             final = self.case["variant"] == "sequential"
             read = output.last_hidden_state if final else output.hidden_states[-2]
-            found += self.heads.contextual(read, positions, ids, self.base.model.embed_tokens)[:, 0]
+            found += self.heads.contextual(read, positions, ids)[:, 0]
         logits = [self.base.lm_head(hidden) for hidden in found]  # of all heads
         losses = [F.cross_entropy(each[: -1 - i], ids[0, 1 + i :]) for i, each in enumerate(logits)]
         return torch.stack(losses).sum()

@@ -34,7 +34,8 @@ from specheads.config import HeadsConfig, LossConfig, OptimConfig, TrainConfig
 from specheads.decoding.generate import SpecDecoder
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodeResult
-from specheads.drafters.heads import dynamic_drafter, static_drafter
+from specheads.drafters.growing import Grown
+from specheads.drafters.heads import heads_drafter
 from specheads.measure.clock import Prompt
 from specheads.measure.identity import Divergence, Rounding, compare
 from specheads.models.checkpoint import KINDS, Export, load_export
@@ -290,7 +291,7 @@ def golden(device: torch.device) -> str:
 def dynamic_trees(device: torch.device) -> str:
     """Trees that the heads grow anew for every row and step give the pinned tokens too."""
     export = golden_export(device)
-    drafter = dynamic_drafter(export.base, export.heads, output_layer(export.base), 16)
+    drafter = heads_drafter(export.base, export.heads, output_layer(export.base), Grown(16))
     return ", ".join(f"{each.accept_length:.2f}" for each in pinned(export, drafter, "new_tokens"))
 
 
@@ -320,8 +321,8 @@ def head_kinds(device: torch.device) -> str:
             layer = output_layer(export.base)
             heads = heads.to(export.base.device).eval()
             for drafter in (
-                static_drafter(export.base, heads, layer, default_tree(3, 12)),
-                dynamic_drafter(export.base, heads, layer, 12),
+                heads_drafter(export.base, heads, layer, default_tree(3, 12)),
+                heads_drafter(export.base, heads, layer, Grown(12)),
             ):
                 for result in pinned(export, drafter, "new_tokens"):
                     num_steps[place] += sum(len(row.accept_lengths) for row in result.rows)

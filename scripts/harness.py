@@ -337,10 +337,10 @@ def open_export(
 
 def tree_drafter(export: Export) -> HeadsDrafter:
     """Return the drafter of an export's own tree."""
-    from specheads.drafters.heads import static_drafter
+    from specheads.drafters.heads import heads_drafter
     from specheads.models.output import output_layer
 
-    return static_drafter(export.base, export.heads, output_layer(export.base), export.tree)
+    return heads_drafter(export.base, export.heads, output_layer(export.base), export.tree)
 
 
 def methods_of(

@@ -41,7 +41,7 @@ from specheads.models.base import (
     without_weights,
 )
 from specheads.models.draft import save_draft
-from specheads.models.kinds import Heads, embedding
+from specheads.models.kinds import Heads
 from specheads.models.manifest import read_provenance
 from specheads.models.output import OutputLayer
 from specheads.models.quantize import quantization_of
@@ -240,9 +240,10 @@ class Speculation:
         base, heads = self.base, self.heads
         with runnable(base):
             batches, heldout, notes = cached_features(cfg, base, self.data, log, heads.taps)
+        heads.read_through(base)
         objective = HeadsObjective(
             None if cfg.features.source else base, heads, cfg.loss,
-            train_base=tuned, output=self.output, embed=embedding(base, heads),
+            train_base=tuned, output=self.output,
         )  # fmt: skip
         parts = {"heads": (cast(nn.Module, heads), cfg.optim.lr)}
         if tuned:

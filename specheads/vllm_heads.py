@@ -109,10 +109,10 @@ class HeadsProposer:
         def embed(tokens: Tensor) -> Tensor:
             return base.embed_input_ids(tokens.flatten()).view(*tokens.shape, -1)
 
-        self._embed = embed if heads.needs_embedding else None
-        self._drafter = HeadsDrafter(heads, output, Tree.chain(self.num_tokens), self._embed)
+        heads.embed = embed if heads.needs_embedding else None
+        self._drafter = HeadsDrafter(heads, output, Tree.chain(self.num_tokens))
         self._predict = self._drafter.steps()
-        self._remembers = heads.memory(1, self._embed) is not None
+        self._remembers = heads.memory(1) is not None
         ids = {tap: _layer_id(tap, base) for tap in heads.taps if tap != FINAL}
         if ids:
             base.set_aux_hidden_state_layers(tuple(sorted(ids.values())))
@@ -187,7 +187,7 @@ class HeadsProposer:
         if self._remembers:
             memory = self._states.take(text[:first])
             if memory is None:
-                memory = self._heads.memory(1, self._embed)
+                memory = self._heads.memory(1)
                 self.counts[PAST] += first > 0
             assert memory is not None
             ahead = torch.from_numpy(text[first + 1 : first + count + 1])[None].to(hidden.device)

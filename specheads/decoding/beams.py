@@ -22,7 +22,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from specheads.attention.cache import TreeCache
-from specheads.attention.tree import Tree, batched
+from specheads.attention.tree import Tree
 from specheads.decoding.loop import propose, tapped
 from specheads.decoding.result import DecodedRow, DecodeResult, read_prompts
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult
@@ -149,7 +149,7 @@ class Beams(GenerationMixin):
         self._logits = self._base.verify(candidates.inputs, candidates.tree)
         self.num_steps += 1
         self._candidates, self._scored = candidates, {}
-        parents = batched(candidates.tree, candidates.tree.parents).expand_as(candidates.tokens)
+        parents = candidates.tree.parents.expand_as(candidates.tokens)
         rows = zip(texts, candidates.tokens.tolist(), parents.tolist(), strict=True)
         for row, ((prompt, new), tokens, above) in enumerate(rows):
             known = {0: new}

@@ -15,6 +15,7 @@ from typing import Any, Unpack
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specheads.attention.tree import Tree
 from specheads.config import BenchConfig, ConfigError, DecodeConfig, QualityConfig, ServeConfig
 from specheads.config.commands import DRAFTERS, SpreadSettings, TextSettings
 from specheads.decoding.accept import Acceptance
@@ -23,7 +24,8 @@ from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_heads import NUM_PASSES, DraftHeadsDrafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.draft_tree import DraftTreeDrafter, SampledTreeDrafter, sequoia_tree
-from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
+from specheads.drafters.growing import Grown
+from specheads.drafters.heads import HeadsDrafter, heads_drafter
 from specheads.drafters.length import AdaptiveLength, FixedLength, Length, StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter, SuffixDrafter
@@ -54,18 +56,17 @@ def exported_drafter(export: Export, decode: DecodeConfig | None = None) -> Head
             large it is to be.
     """
     decode = decode or DecodeConfig()
-    output = output_layer(export.base)
-    if tree_kind(export, decode) == "static":
-        return static_drafter(export.base, export.heads, output, export.tree)
-    measured = dynamic_settings(export)
-    num_nodes = decode.num_nodes or measured.get("num_nodes", 0)
-    if not num_nodes:
-        raise ConfigError(
-            "decode.tree=dynamic needs decode.num_nodes: the export was not searched for it"
-            " (python -m specheads.tree_search)"
-        )
-    temperatures = measured.get("temperatures")
-    return dynamic_drafter(export.base, export.heads, output, num_nodes, temperatures=temperatures)
+    shape: Tree | Grown = export.tree
+    if tree_kind(export, decode) == "dynamic":
+        measured = dynamic_settings(export)
+        num_nodes = decode.num_nodes or measured.get("num_nodes", 0)
+        if not num_nodes:
+            raise ConfigError(
+                "decode.tree=dynamic needs decode.num_nodes: the export was not searched for it"
+                " (python -m specheads.tree_search)"
+            )
+        shape = Grown(num_nodes, temperatures=measured.get("temperatures"))
+    return heads_drafter(export.base, export.heads, output_layer(export.base), shape)
 
 
 def tree_kind(export: Export, decode: DecodeConfig) -> str:

@@ -2,7 +2,7 @@
 
 Example::
 
-    decoder = SpecDecoder(base, static_drafter(base, heads, output_layer(base), tree))
+    decoder = SpecDecoder(base, heads_drafter(base, heads, output_layer(base), tree))
     decoder.generate(input_ids, max_new_tokens=64).sequences
     base.generate(input_ids, custom_generate=decoder, do_sample=False, max_new_tokens=64)
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.attention.cache import TreeCache
-from specheads.attention.tree import Tree, batched
+from specheads.attention.tree import Tree
 from specheads.decoding.accept import Acceptance, accept
 from specheads.decoding.choose import Chooser, make_chooser
 from specheads.decoding.processors import bind
@@ -331,7 +331,7 @@ def propose(
     tree, tokens, probes = candidates.tree, candidates.tokens, candidates.probes
     budgets, num_slots = [1] if alone else base.within(budgets), base.num_slots
     if num_slots is not None and num_slots < tree.num_nodes:
-        deepest = int(batched(tree, tree.depths)[:, num_slots].min()) - 1
+        deepest = int(tree.depths[..., num_slots].min()) - 1
         budgets = [min(budget, max(deepest, 0) + 1) for budget in budgets]
     if isinstance(tree, Tree) and (alone or not base.compiled):
         tree = tree.trim(max(max(budgets) - 1, 0))
@@ -339,7 +339,7 @@ def propose(
         probes = None if probes is None else probes[:, : tree.num_nodes]
     if min(budgets) - 1 < tree.max_depth:
         limits = torch.tensor(budgets, device=tokens.device)[:, None] - 1
-        tokens = tokens.masked_fill(batched(tree, tree.depths) > limits.clamp(min=0), -1)
+        tokens = tokens.masked_fill(tree.depths > limits.clamp(min=0), -1)
     if tokens is candidates.tokens:
         return candidates
     probs, own = candidates.draft_probs, candidates.own
@@ -357,7 +357,7 @@ def first_chain(candidates: Candidates) -> Candidates:
     """Return the one row's chain of first children, which are drawn as a chain's nodes are."""
     tree, path = candidates.tree, [0]
     probed = (candidates.tokens < candidates.inputs)[0].tolist()
-    for node, parent in enumerate(batched(tree, tree.parents)[0].tolist()):
+    for node, parent in enumerate(tree.parents.expand_as(candidates.tokens)[0].tolist()):
         if parent == path[-1] and not probed[node]:
             path.append(node)
     probs = candidates.draft_probs

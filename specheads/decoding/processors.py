@@ -27,7 +27,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation import logits_process as theirs
 from transformers.generation import stopping_criteria
 
-from specheads.attention.tree import Tree, batched
+from specheads.attention.tree import Tree
 from specheads.drafters.contract import Candidates
 from specheads.models.forward import pad_rows
 from specheads.verification.sampling import Sampler, Survivors
@@ -181,7 +181,7 @@ class RowProcessors:
             return logits, self._finish(logits)
         device, num_rows = logits.device, len(rows.numbers)
         tokens, texts = candidates.inputs.clamp(min=0).to(device), pad_rows(rows.texts, device)
-        lines = batched(tree, tree.ancestors).to(device).expand(num_rows, -1, -1)
+        lines = tree.ancestors.to(device).expand(num_rows, -1, -1)
         scores = logits.float().clone()
         if isinstance(tree, Tree):  # known without asking the device
             depths = [[0, *map(len, tree.choices)]] * num_rows

@@ -24,7 +24,6 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from specheads.attention.cache import TreeCache
 from specheads.attention.mask import KEY_BLOCK
-from specheads.attention.tree import batched
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.choose import make_chooser
 from specheads.decoding.loop import Batch, Settings
@@ -289,7 +288,7 @@ class Stream:
         if self._verified is None:
             return {}
         numbers, result = self._verified
-        parents = batched(result.tree, result.tree.parents).expand_as(result.tokens).tolist()
+        parents = result.tree.parents.expand_as(result.tokens).tolist()
         rows = zip(numbers, parents, result.tokens.tolist(), result.path.tolist(), strict=True)
         found = {}
         for number, above, tokens, path in rows:

@@ -21,7 +21,7 @@ from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.draft_model import DraftCache
 from specheads.drafters.draft_tree import check_reads_trees
 from specheads.drafters.growing import OneTree, pack, padded
-from specheads.drafters.heads import HeadsState, static_drafter
+from specheads.drafters.heads import HeadsState, heads_drafter
 from specheads.models.forward import pad_rows
 from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, capture_hidden
@@ -81,7 +81,7 @@ class DraftHeadsDrafter:
         check(self.heads.for_draft_model, "heads of a draft model", kind, "Medusa or Hydra heads")
         at_least(self, num_passes=1, max_tokens=0)
         check_reads_trees(self.draft)
-        self._inner = static_drafter(self.draft, self.heads, self.output, self.tree)
+        self._inner = heads_drafter(self.draft, self.heads, self.output, self.tree)
         self._latest: DraftCache | None = None  # a conversation may go on
 
     def start(self, prefill: Prefill) -> DraftHeadsState:

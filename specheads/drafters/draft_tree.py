@@ -221,7 +221,7 @@ class SampledTreeDrafter(CachedTreeDrafter):
             num_read = inner.num_nodes
             # a node with fewer children takes the front: more guesses begin as fewer ones do
             tokens_of.append(guesses.flatten(1).index_select(1, level.slots))
-            read = torch.cat([read, level.with_children(tokens_of[-1])], dim=1)
+            read = torch.cat([read, tokens_of[-1].index_select(1, level.inner)], dim=1)
         tokens = torch.cat(tokens_of, dim=1)
         if min(limits) < self.tree.max_depth:
             deepest = torch.tensor(limits, device=tokens.device)[:, None]

@@ -74,20 +74,14 @@ def best_guesses(logits: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
     return log_probs, best.indices
 
 
-Levels = Sequence[Tensor]  # per depth [B, n, R], below each of n nodes of the depth above
-
-
-def best_trees(
-    log_probs: Levels, num_nodes: int, places: Levels = ()
-) -> tuple[Tensor, Tensor, Tensor]:
+def best_trees(num_nodes: int, log_probs: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Grow for every row the tree of ``num_nodes`` nodes with the most probable prefixes.
 
     Args:
-        log_probs: no positive numbers: per depth the R best guesses below each of its C candidates
-            above, or, of depth 1 and where the same is guessed below all, below one.
         num_nodes: root included; the tree is smaller if there are not so many prefixes.
-        places: likewise, which candidate of its depth each guess is; empty where guess r is
-            candidate r, and the same is guessed below all.
+        log_probs: [D, B, C, R], no positive numbers: per depth the R best guesses below each of the
+            C candidates of the depth above; below the root those of the first.
+        places: likewise, which candidate of its depth each guess is.
 
     Returns:
         parents [B, N], -1 for the root, nodes sorted by depth; slots [B, N - 1]: where each node
@@ -95,21 +89,18 @@ def best_trees(
         of depth d + 1; and values [B, N], see :func:`grow`.
 
     """
-    depth, device = len(log_probs), log_probs[0].device
-    num_rows, _, num_ranks = log_probs[0].shape
-    width = log_probs[-1].shape[1] if places else num_ranks
+    depth, num_rows, width, num_ranks = log_probs.shape
     levels = iter(range(depth))
 
     def ask(nodes: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         level = next(levels)
-        own = places[level] if places else torch.arange(num_ranks, device=device)
-        of_level = log_probs[level]
-        if nodes is not None and of_level.shape[1] > 1:
-            at = (nodes[0] - (level - 1) * width)[..., None].expand(-1, -1, num_ranks)
-            of_level, own = of_level.gather(1, at), own.gather(1, at)
-        return of_level, own + level * width
+        of_level, own = log_probs[level], places[level] + level * width
+        if nodes is None:
+            return of_level[:, :1], own[:, :1]
+        at = (nodes[0] - (level - 1) * width)[..., None].expand(-1, -1, num_ranks)
+        return of_level.gather(1, at), own.gather(1, at)
 
-    roots = torch.zeros(num_rows, dtype=torch.long, device=device)
+    roots = torch.zeros(num_rows, dtype=torch.long, device=log_probs.device)
     parents, slots, values = grow(ask, roots, num_nodes, min(depth, num_nodes - 1))
     return parents, slots[:, 1:], values
 
@@ -174,39 +165,33 @@ def _starts_above(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(above, device=device)
 
 
-def best_tree_on_host(
-    log_probs: Sequence[Rows], num_nodes: int, places: Sequence[Rows] = ()
-) -> OneTree:
+def best_tree_on_host(num_nodes: int, log_probs: Sequence[Rows], places: Sequence[Rows]) -> OneTree:
     """Do for one row what :func:`best_trees` does, with a heap: on a CPU at a third of the time.
 
     Args:
-        log_probs: [D][C][R], of the guesses below each candidate of the depth above, best first; of
-            depth 1, and where the same is guessed below all, C is 1.
         num_nodes: root included.
-        places: [D][C][R], which candidate of its depth each guess is; empty where guess r is
-            candidate r, and the same is guessed below all.
+        log_probs: [D][C][R], of the guesses below each candidate of the depth above, best first.
+        places: likewise, which candidate of its depth each guess is.
 
     Returns:
         parents [N] and slots [N - 1], as :func:`best_trees` gives them: ``d * C + c`` for candidate
         c of depth d + 1.
     """
-    width = len(log_probs[-1]) if places else len(log_probs[0][0])
+    width = len(log_probs[0])
     # minus the value, order of arrival, depth, candidate above, rank, its value, its number
     frontier = [(-log_probs[0][0][0], 0, 0, 0, 0, 0.0, 0)]
     found = [(0, 0, 0, -1)]  # depth, number, the parent's number, slot
     arrived = 1
     while frontier and len(found) < num_nodes:
         negative, _, depth, place, rank, above, parent = heapq.heappop(frontier)
-        number, guesses = len(found), log_probs[depth][place]
-        own = places[depth][place][rank] if places else rank
+        number, guesses, own = len(found), log_probs[depth][place], places[depth][place][rank]
         found.append((depth + 1, number, parent, depth * width + own))
         if rank + 1 < len(guesses):
             value = above + guesses[rank + 1]
             heapq.heappush(frontier, (-value, arrived, depth, place, rank + 1, above, parent))
         if depth + 1 < len(log_probs):
-            at = own if places else 0
-            value = log_probs[depth + 1][at][0] - negative
-            heapq.heappush(frontier, (-value, arrived + 1, depth + 1, at, 0, -negative, number))
+            value = log_probs[depth + 1][own][0] - negative
+            heapq.heappush(frontier, (-value, arrived + 1, depth + 1, own, 0, -negative, number))
         arrived += 2
     slots, parents = by_depth(found)
     return parents, slots[1:]

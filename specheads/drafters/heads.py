@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +27,9 @@ from specheads.attention.tree import RowTrees, Tree
 from specheads.drafters import growing
 from specheads.drafters.contract import Candidates, Prefill, StepResult
 from specheads.drafters.growing import Grown, Nodes, OneTree, best_guesses, on_host
-from specheads.models.base import Embed
 from specheads.models.forward import pad_rows
 from specheads.models.head_cache import rows_at
-from specheads.models.kinds import HeadCache, Heads, Walk, embedding
+from specheads.models.kinds import HeadCache, Heads, Walk
 from specheads.models.output import OutputLayer, side_by_side
 from specheads.system.errors import at_least, check
 from specheads.verification.sampling import Sampler
@@ -154,16 +152,8 @@ class HeadsState:
     unread: Sequence[Unread] = ()
 
 
-# levels side by side, [levels, B, n, R], as many stacks as there are different n
-Stacks = Sequence[Tensor]
 # candidates [B, D * C], and log-probabilities and places, see growing.best_trees
-Guesses = tuple[Tensor, Stacks, Stacks]
-
-
-def _by_row(stacks: Stacks) -> list[list[Any]]:
-    """Return the stacks as [B][levels][n][R]."""
-    each = [stack.transpose(0, 1).tolist() for stack in stacks]
-    return [[level for levels in row for level in levels] for row in zip(*each, strict=True)]
+Guesses = tuple[Tensor, Tensor, Tensor]
 
 
 class HeadsDrafter:
@@ -177,11 +167,10 @@ class HeadsDrafter:
     model is spread over several.
 
     Args:
-        heads: of any kind.
+        heads: of any kind; those that read tokens have been told through what, see
+            :meth:`specheads.models.kinds.Heads.read_through`.
         output: the base model's output layer, which shared heads go through.
         shape: the tree to fill at every step, or of what size trees are grown.
-        embed: the base model's input embedding, for heads that read tokens through it
-            (:func:`embedding`).
 
     Attributes:
         num_nodes: of every tree, root included.
@@ -190,26 +179,23 @@ class HeadsDrafter:
         width: of grown trees, see :class:`specheads.drafters.growing.Grown`.
 
     Raises:
-        ValueError: if the tree is deeper than the heads or wider than the tokens they can guess, if
-            a number is out of range, or if the embedding is missing.
+        ValueError: if the tree is deeper than the heads or wider than the tokens they can guess, or
+            if a number is out of range.
     """
 
     deterministic = True
 
-    def __init__(
-        self, heads: Heads, output: OutputLayer, shape: Tree | Grown, embed: Embed | None = None
-    ) -> None:
+    def __init__(self, heads: Heads, output: OutputLayer, shape: Tree | Grown) -> None:
         self.heads, self.output, self.shape = heads, output, shape
         self.taps = heads.taps
         self.num_nodes = shape.num_nodes
         self.device = next((p.device for p in heads.parameters()), output.weight.device)
-        self.embed = embed
         self._scales: Tensor | None = None
         if isinstance(shape, Tree):
             check_tree(shape, heads)
             self.max_depth, self.num_ranks = shape.max_depth, shape.max_rank + 1
             self._levels = levels_of(shape, heads.sequential, self.device)
-            nodes = (shape.depths, shape.parents, shape.ranks)
+            nodes = (shape.depths - 1, shape.parents, shape.ranks)
             self._nodes = [*zip(*(each.tolist() for each in nodes), strict=True)][1:]
         else:
             at_least(shape, num_nodes=2, num_ranks=1, width=1)
@@ -224,7 +210,7 @@ class HeadsDrafter:
         few = heads.num_outputs <= MOST_OUTPUTS
         self.linked = heads.markov_rank > 0 and not heads.condition and few
         if heads.sequential:
-            self._steps = heads.steps(output, embed, self.max_depth)
+            self._steps = heads.steps(output, self.max_depth)
 
     def steps(self) -> Any:
         """Return the heads as they are now: they may have been trained on in between."""
@@ -238,7 +224,7 @@ class HeadsDrafter:
         draws = Draws(sampler, size, prefill.rows, [len(ids) + 1 for ids in prefill.ids])
         if isinstance(self.shape, Tree):
             self.shape = self.shape.to(root.device)
-        memory = self.heads.memory(len(prefill.num_tokens), self.embed)
+        memory = self.heads.memory(len(prefill.num_tokens))
         if memory is None:
             last_hidden = prefill.last_hidden(*self.taps).to(self.device)
             return HeadsState(root, last_hidden, predict, None, draws)
@@ -264,10 +250,7 @@ class HeadsDrafter:
             tree = RowTrees.from_lists([parents for _, parents in rows], self.max_depth)
             guesses = torch.tensor([tokens for tokens, _ in rows]).to(root.device)
             return Candidates(guesses, tree, follows_noise=follows)
-        if self.heads.sequential:
-            parents, tokens, _ = self.grow(self._walk(state), state.draws)
-        else:
-            parents, tokens, _ = self._best_trees(root.to(self.device), self._alike(state))
+        parents, tokens, _ = self.grow(state)
         tree = RowTrees.from_parents(parents.to(root.device), self.max_depth)
         return Candidates(tokens.to(root.device), tree, follows_noise=follows)
 
@@ -329,8 +312,7 @@ class HeadsDrafter:
         """Return the guesses [B, N - 1] at the nodes of the static tree."""
         walk = self._walk(state) if self.heads.sequential else None
         if walk and self.linked:
-            guesses, _, places = self._linked(walk, state.draws)
-            return self._fill_linked(guesses, places)
+            return self._fill_linked(*self._linked(walk, state.draws))
         found = []
         for number, level in enumerate(self._levels, start=1):
             # parallel heads have one level, in which all of them guess
@@ -340,20 +322,19 @@ class HeadsDrafter:
             tokens = self.heads.token_ids(best.index_select(1, level.slots))
             found.append(tokens)
             if walk and number < len(self._levels):
-                walk.descend(level.with_children(tokens), level.parents)
+                walk.descend(tokens.index_select(1, level.inner), level.parents)
         return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
     def _grow_on_host(self, state: HeadsState) -> list[OneTree]:
         """Grow every row's tree in Python."""
-        roots, walk = state.root.tolist(), self._walk(state) if self.heads.sequential else None
-        if walk is None or self.linked:  # all guesses are known before
-            found = self._linked(walk, state.draws) if walk else self._alike(state)
-            log_probs, places = map(_by_row, found[1:])
+        (walk, known), roots = self._begin(state), state.root.tolist()
+        if known is not None:
+            tokens, *levels = known
+            rows = (each.transpose(0, 1).tolist() for each in levels)
             trees: list[OneTree] = []
-            rows = zip(roots, found[0].tolist(), log_probs, places or repeat(()), strict=False)
-            for root, tokens, of_row, own in rows:
-                parents, slots = growing.best_tree_on_host(of_row, self.num_nodes, own)
-                trees.append(([root, *(tokens[slot] for slot in slots)], parents))
+            for root, own, *of_row in zip(roots, tokens.tolist(), *rows, strict=True):
+                parents, slots = growing.best_tree_on_host(self.num_nodes, *of_row)
+                trees.append(([root, *(own[slot] for slot in slots)], parents))
             return trees
 
         def ask(nodes: Nodes | None) -> tuple[Tensor, Tensor]:
@@ -371,7 +352,9 @@ class HeadsDrafter:
         if self._scales is not None:
             logits = logits * self._scales[: self.max_depth, None, None, None]
         log_probs, places = best_guesses(logits, self.num_ranks)  # [D, B, 1, R]
-        return self.heads.token_ids(places.transpose(0, 1).flatten(1)), (log_probs,), ()
+        tokens = self.heads.token_ids(places.transpose(0, 1).flatten(1))
+        below = log_probs.expand(-1, -1, self.num_ranks, -1)  # the same below every candidate
+        return tokens, below, torch.arange(self.num_ranks, device=below.device).expand_as(below)
 
     def _parallel(self, state: HeadsState) -> Tensor:
         """Return the logits [D, B, 1, V'] of parallel heads."""
@@ -379,51 +362,49 @@ class HeadsDrafter:
         return logits
 
     @torch.no_grad()
-    def grow(self, walk: Walk, draws: Draws | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Grow trees from sequential heads at the roots; nothing waits for the device.
-
-        Args:
-            walk: the heads there.
-            draws: what guesses follow; None: nothing.
+    def grow(self, state: HeadsState) -> tuple[Tensor, Tensor, Tensor]:
+        """Grow every row's tree; nothing waits for the device.
 
         Returns:
             Parents, tokens and values, see :func:`specheads.drafters.growing.grow`.
         """
-        followed = draws or NO_DRAWS
+        (walk, known), roots = self._begin(state), state.root.to(self.device)
+        if known is not None:
+            tokens, *levels = known
+            parents, slots, values = growing.best_trees(self.num_nodes, *levels)
+            return parents, torch.cat([roots[:, None], tokens.gather(1, slots)], dim=1), values
 
         def ask(nodes: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
             if nodes is not None:
                 walk.descend(*nodes)
-            return self._guesses(walk, followed)
+            return self._guesses(walk, state.draws)
 
-        roots = walk.tokens[:, 0]
-        if not self.linked:
-            return growing.grow(ask, roots, self.num_nodes, self.max_depth, self.width)
-        return self._best_trees(roots, self._linked(walk, followed))
+        return growing.grow(ask, roots, self.num_nodes, self.max_depth, self.width)
 
-    def _best_trees(self, roots: Tensor, found: Guesses) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what :meth:`grow` does, of heads whose guesses are all known before."""
-        tokens, *known = found
-        log_probs, places = ([level for stack in stacks for level in stack] for stacks in known)
-        parents, slots, values = growing.best_trees(log_probs, self.num_nodes, places)
-        return parents, torch.cat([roots[:, None], tokens.gather(1, slots)], dim=1), values
+    def _begin(self, state: HeadsState) -> tuple[Any, Guesses | None]:
+        """Return sequential heads at the roots; and all guesses, where these are known by then."""
+        if not self.heads.sequential:
+            return None, self._alike(state)
+        walk = self._walk(state)
+        return walk, self._linked(walk, state.draws) if self.linked else None
 
-    def _fill_linked(self, tokens: Tensor, places: Stacks) -> Tensor:
+    def _fill_linked(self, tokens: Tensor, _: Tensor, places: Tensor) -> Tensor:
         """Return which of the candidates [B, D * C] stand at the nodes of the static tree."""
         rows = []
-        for row in _by_row(places):
-            found, width = [0], len(row[-1])
+        for row in places.transpose(0, 1).tolist():
+            found, slots = [0], []
             for depth, parent, rank in self._nodes:
-                found.append(row[depth - 1][found[parent]][rank])
-            each = zip(self._nodes, found[1:], strict=True)
-            rows.append([(node[0] - 1) * width + at for node, at in each])
+                found.append(row[depth][found[parent]][rank])
+                slots.append(depth * len(row[0]) + found[-1])
+            rows.append(slots)
         return tokens.gather(1, torch.tensor(rows, device=tokens.device))
 
     def _linked(self, walk: Any, draws: Draws) -> Guesses:
         """Let heads that read of the path its last token alone guess at once, in two waves.
 
         First the candidates of each depth, without what a drafted token adds; then what every
-        candidate adds to every one of the next depth.
+        candidate adds to every one of the next depth. Probabilities are those among candidates:
+        what the others of depth 1 are left is the same for all paths.
         """
         heads, output = self.heads, self.output
         alone = walk.alone(self.max_depth)
@@ -432,22 +413,17 @@ class HeadsDrafter:
             noise = draws.noise(0, self.max_depth, heads, alone.device)
             chosen = draws.sampler.warp(chosen) + noise
         num_candidates = min(max(CANDIDATES, self.num_ranks), heads.num_outputs)
-        num_ranks = min(self.num_ranks, num_candidates)
-        best = chosen.topk(num_candidates, dim=-1)
-        places, tokens = best.indices, heads.token_ids(best.indices)  # [D, B, C]
-        scale: Any = 1.0 if self._scales is None else self._scales[0]
-        first = best.values[:1, :, :num_ranks] * scale
-        first = first - (chosen[:1] * scale).logsumexp(-1, keepdim=True)
-        in_order = torch.arange(num_ranks, device=places.device).expand(first.shape)
-        rest = alone[1:].gather(-1, places[1:])[:, :, None]
-        rest = output.finish(rest + walk.added(tokens[:-1], places[1:]))
+        places = chosen.topk(num_candidates, dim=-1).indices
+        tokens = heads.token_ids(places)  # [D, B, C]
+        logits = alone.gather(-1, places)[:, :, None].repeat(1, 1, num_candidates, 1)
+        logits[1:] += walk.added(tokens[:-1], places[1:])
+        logits = output.finish(logits)
         if drawn:
-            rest = draws.sampler.warp(rest) + noise[1:].gather(-1, places[1:])[:, :, None]
+            logits = draws.sampler.warp(logits) + noise.gather(-1, places)[:, :, None]
         if self._scales is not None:
-            rest = rest * self._scales[1 : self.max_depth, None, None, None]
-        log_probs, links = best_guesses(rest, num_ranks)  # [D - 1, B, C, R]
-        flat = tokens.transpose(0, 1).flatten(1)
-        return flat, (first[:, :, None], log_probs), (in_order[:, :, None], links)
+            logits = logits * self._scales[: self.max_depth, None, None, None]
+        levels = best_guesses(logits, min(self.num_ranks, num_candidates))  # [D, B, C, R]
+        return tokens.transpose(0, 1).flatten(1), *levels
 
     def _guesses(self, walk: Walk, draws: Draws) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and token ids of the best guesses at the nodes, [B, n, R]."""
@@ -458,27 +434,12 @@ class HeadsDrafter:
         return log_probs, self.heads.token_ids(places)
 
 
-def static_drafter(
-    base: PreTrainedModel, heads: Heads, output: OutputLayer, tree: Tree
+def heads_drafter(
+    base: PreTrainedModel, heads: Heads, output: OutputLayer, shape: Tree | Grown
 ) -> HeadsDrafter:
-    """Return a drafter that fills ``tree`` at every step; see :class:`HeadsDrafter`."""
-    return HeadsDrafter(heads, output, tree, embedding(base, heads))
-
-
-def dynamic_drafter(
-    base: PreTrainedModel,
-    heads: Heads,
-    output: OutputLayer,
-    num_nodes: int,
-    *,
-    temperatures: Sequence[float] | None = None,
-) -> HeadsDrafter:
-    """Return a drafter that grows a tree of ``num_nodes`` nodes, root included, at every step.
-
-    See :class:`HeadsDrafter`, and :class:`specheads.drafters.growing.Grown` for ``temperatures``.
-    """
-    shape = Grown(num_nodes, temperatures=temperatures)
-    return HeadsDrafter(heads, output, shape, embedding(base, heads))
+    """Return the drafter of heads on a base, whose tokens they then read."""
+    heads.read_through(base)
+    return HeadsDrafter(heads, output, shape)
 
 
 def check_tree(tree: Tree, heads: Heads) -> None:
@@ -501,19 +462,14 @@ class Level:
     Attributes:
         num_ranks: R, guesses that each inner node above is asked for.
         slots: [M], where the level's nodes stand among these guesses laid end to end.
-        inner: [I], places of the level's own inner nodes; None where all are.
-        parents: [I], the places of their parents among the inner nodes above; None where node for
-            node follows.
+        inner: [I], places of the level's own inner nodes.
+        parents: [I], the places of their parents among the inner nodes above.
     """
 
     num_ranks: int
     slots: Tensor
-    inner: Tensor | None
-    parents: Tensor | None
-
-    def with_children(self, tokens: Tensor) -> Tensor:
-        """Return those of the level's tokens [B, M] that stand at inner nodes, [B, I]."""
-        return tokens if self.inner is None else tokens.index_select(1, self.inner)
+    inner: Tensor
+    parents: Tensor
 
 
 def levels_of(tree: Tree, sequential: bool, device: torch.device) -> list[Level]:
@@ -522,18 +478,14 @@ def levels_of(tree: Tree, sequential: bool, device: torch.device) -> list[Level]
     if not sequential:
         num_ranks = tree.max_rank + 1
         every = ((tree.depths - 1) * num_ranks + tree.ranks)[1:]
-        return [Level(num_ranks, every.to(device), None, None)]
-
-    def index(places: Tensor, num_all: int) -> Tensor | None:
-        return None if places.equal(torch.arange(num_all)) else places.to(device)
-
+        return [Level(num_ranks, every.to(device), every[:0], every[:0])]
     levels, above = [], torch.tensor([0])  # the inner nodes of the level above
     for depth in range(1, tree.max_depth + 1):
         nodes = (tree.depths == depth).nonzero()[:, 0]
         places, ranks = torch.searchsorted(above, tree.parents[nodes]), tree.ranks[nodes]
         num_ranks = int(ranks.max()) + 1
         inner = torch.isin(nodes, tree.parents).nonzero()[:, 0]
-        slots, parents = places * num_ranks + ranks, index(places[inner], len(above))
-        levels.append(Level(num_ranks, slots.to(device), index(inner, len(nodes)), parents))
+        tensors = places * num_ranks + ranks, inner, places[inner]
+        levels.append(Level(num_ranks, *(each.to(device) for each in tensors)))
         above = nodes[inner]
     return levels

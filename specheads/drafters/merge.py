@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads.attention.tree import batched
 from specheads.drafters.contract import Candidates, Drafter, Prefill, StepResult, picked
 from specheads.drafters.growing import on_host, pack
 from specheads.drafters.length import StepCosts
@@ -542,6 +541,6 @@ def _trees(member: Drafter, state: Any) -> tuple[_Proposed, bool]:
     candidates = member.propose(state)
     name = f"candidates of {type(member).__name__}"
     check(candidates.sampling == "none", name, candidates.sampling, _UNSAMPLED)
-    parents = batched(candidates.tree, candidates.tree.parents).expand_as(candidates.tokens)
+    parents = candidates.tree.parents.expand_as(candidates.tokens)
     each = candidates.tokens, parents, candidates.inputs
     return list(zip(*(rows.tolist() for rows in each), strict=True)), candidates.follows_noise

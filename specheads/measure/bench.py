@@ -27,7 +27,7 @@ from specheads.decoding.accept import Acceptance
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
-from specheads.drafters.heads import static_drafter
+from specheads.drafters.heads import heads_drafter
 from specheads.drafters.lookup import LOOKUP_NGRAM, LOOKUP_TOKENS, NgramDrafter
 from specheads.measure import rows as report
 from specheads.measure.clock import Batch, Decoded, Method, Prompt, clock
@@ -248,7 +248,7 @@ class Contest:
         output, extra = output_layer(self.base), exported.num_parameters(heads)
         found: list[Method] = []
         for tree in trees:
-            drafter = static_drafter(self.base, heads, output, tree)
+            drafter = heads_drafter(self.base, heads, output, tree)
             name = f"tree_{tree.num_nodes}" if found else "tree"
             found.append(self.ours(name, drafter, tree.num_nodes, extra=extra))
         return found

@@ -21,7 +21,8 @@ from specheads.attention.tree import Tree
 from specheads.decoding.costs import CostCurve, clock_steps, ratios
 from specheads.decoding.loop import decode
 from specheads.drafters.contract import Drafter
-from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
+from specheads.drafters.growing import Grown
+from specheads.drafters.heads import HeadsDrafter, heads_drafter
 from specheads.measure import hits
 from specheads.measure.clock import Budget
 from specheads.measure.render import estimate
@@ -160,15 +161,15 @@ def calibrate(
         return Calibration(Tree.chain(0), 1.0, measured_on)
 
     def static(size: int) -> Drafter:
-        return static_drafter(base, heads, output, Tree.from_choices(nodes[: size - 1]))
+        return heads_drafter(base, heads, output, Tree.from_choices(nodes[: size - 1]))
 
     def grown(size: int) -> HeadsDrafter:
-        return dynamic_drafter(base, heads, output, size, temperatures=scales)
+        return heads_drafter(base, heads, output, Grown(size, temperatures=scales))
 
     scales = hits.fit_temperatures(seen)
     kinds = {
         "static": Kind(hits.static_gains(seen, most), static),
-        "dynamic": Kind(hits.drafter_gains(seen, grown(largest), scales), grown),
+        "dynamic": Kind(hits.drafter_gains(seen, grown(largest)), grown),
     }
     plain = _clock_sizes(base, kinds, texts, search)
     fixed = search.num_nodes > 0
@@ -324,11 +325,11 @@ def check_expected(
         unseen: the prompts, and how they are continued.
     """
     base, heads, output = export.base, export.heads, output_layer(export.base)
-    static = static_drafter(base, heads, output, found.tree)
+    static = heads_drafter(base, heads, output, found.tree)
     drafters: dict[str, tuple[Drafter, float]] = {"static": (static, found.expected_accept_length)}
     if grown := found.measured_on.get("dynamic"):
         nodes, scales = grown["num_nodes"], grown["temperatures"]
-        growing = dynamic_drafter(base, heads, output, nodes, temperatures=scales)
+        growing = heads_drafter(base, heads, output, Grown(nodes, temperatures=scales))
         drafters["dynamic"] = growing, grown["accept_length"]
     result = {}
     for name, (drafter, expected) in drafters.items():

@@ -23,7 +23,7 @@ from specheads.decoding.costs import clock_drafts, clock_steps, expected_tokens,
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
-from specheads.drafters.heads import static_drafter
+from specheads.drafters.heads import heads_drafter
 from specheads.drafters.length import FixedLength
 from specheads.measure.bench import Contest
 from specheads.measure.clock import Budget, Prompt, Runs, clock
@@ -85,7 +85,7 @@ class Heldout:
             By the trees' names, and temperature, what :func:`figures` names; and the runs.
         """
         drafters = {
-            name: static_drafter(self.base, heads, output, tree) for name, tree in trees.items()
+            name: heads_drafter(self.base, heads, output, tree) for name, tree in trees.items()
         }
         with undisturbed(self.base, heads):
             runs = self.decode(drafters)
@@ -376,7 +376,7 @@ def describe_expected(
         tree = default_tree(heads.num_heads, config.num_nodes or evaluate.num_nodes)
     longest = max((each.input_ids for each in heldout.prompts), key=lambda ids: ids.shape[1])
     with undisturbed(base, heads):
-        drafters = [None, static_drafter(base, heads, output, tree)]
+        drafters = [None, heads_drafter(base, heads, output, tree)]
         tokens = min(evaluate.max_new_tokens, _NEW_TOKENS)
         how: dict[str, Any] = {"repeats": _REPEATS, "max_new_tokens": tokens}
         costs = ratios(clock_steps(base, drafters, longest, **how)[0])[1]

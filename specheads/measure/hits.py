@@ -24,11 +24,11 @@ from specheads.config import ConfigError
 from specheads.decoding.loop import decode
 from specheads.decoding.result import DecodedRow
 from specheads.drafters.contract import Drafter
-from specheads.drafters.growing import NUM_RANKS, grow
-from specheads.drafters.heads import Draws, HeadsDrafter
+from specheads.drafters.growing import NUM_RANKS
+from specheads.drafters.heads import Draws, HeadsDrafter, HeadsState
 from specheads.measure.clock import pad_left
 from specheads.measure.rows import ratio_ci95
-from specheads.models.kinds import Heads, Walk, embedding
+from specheads.models.kinds import Heads
 from specheads.models.output import OutputLayer, capture_hidden, side_by_side
 from specheads.verification.sampling import Sampler
 
@@ -53,22 +53,19 @@ class Hits:
     Attributes:
         ranks: [S, K] long, which guess of head d is the token that came ``d + 1`` after the root;
             ``MISS`` if none of the R is.
-        logits: [S, K, R], those of the guesses, descending.
         came: [S, K], the logit of the token that came; NaN beyond the end, and where the head knows
             no such token.
-        norms: [S, K, G], logsumexp of all logits divided by each of ``TEMPERATURES``.
+        norms: [S, K, G], logsumexp of all logits divided by each of ``TEMPERATURES``; NaN where
+            ``came`` is, and where a head above was wrong.
         ended: whether the text ends after these positions.
-        hidden: [S, d] or [K, S, d], what the heads read; None for parallel heads, which are not
-            asked again.
-            Of sequential MTP heads [P - 1 + S, d], all that the base made up to the last root.
-        tokens: [S, K + 1], the root and what came after it, -1 beyond the end; None for parallel
-            heads.
+        hidden: [S, d] or [K, S, d], what the heads read; of sequential MTP heads [P - 1 + S, d],
+            all that the base made up to the last root.
+        tokens: [S, K + 1], the root and what came after it, -1 beyond the end.
         ahead: [P - 1 + S], of sequential MTP heads: the token after each hidden state; else None.
-        draws: of sequential heads, what guesses at the S positions follow; None of a greedy text.
+        draws: what guesses at the S positions follow.
     """
 
     ranks: Tensor
-    logits: Tensor
     came: Tensor
     norms: Tensor
     ended: bool
@@ -104,9 +101,10 @@ def measure_hits(
     sequence = torch.cat([prompt, prompt.new_tensor([row.new_tokens])], dim=1)  # [1, P + L]
     with capture_hidden(base, heads.taps) as captured:
         base(input_ids=sequence, use_cache=False, logits_to_keep=1)
-    whole, embed = side_by_side(captured, heads.taps), embedding(base, heads)
+    heads.read_through(base)
+    whole = side_by_side(captured, heads.taps)
     places = torch.arange(whole.shape[1], device=whole.device)[None]
-    hidden = heads.contextual(whole, places, sequence.to(whole.device), embed).squeeze(-3)
+    hidden = heads.contextual(whole, places, sequence.to(whole.device)).squeeze(-3)
     new = sequence[0, num_prompt:].to(hidden.device)
     # There is no step with the last token as its root, and near a cut the limit hides guesses: a
     # step may gain one token more than there are heads.
@@ -119,34 +117,30 @@ def measure_hits(
     known = places < num_new
     tokens = new[places.clamp(max=num_new - 1)]  # [S, K + 1]
     # what a head reads beyond the end is nothing that it could be asked about
-    logits = heads.logits(hidden, output, tokens, embed).float()  # [K, S, V']
-    draws = None
-    if sampler.temperature > 0 and positions:
-        size = max(output.weight.shape[0], heads.vocab_size)
-        lengths = [num_prompt + 1 + root for root in range(positions)]
-        draws = Draws(sampler, size, [0] * positions, lengths)
-        noise = sampler.noise_from(lengths[:1], positions + num_heads, size, logits.device)[0]
-        if heads.token_map is not None:
-            noise = noise[:, heads.token_map]
+    logits = heads.logits(hidden, output, tokens).float()  # [K, S, V']
+    size = max(output.weight.shape[0], heads.vocab_size)
+    lengths = [num_prompt + 1 + root for root in range(positions)]
+    draws = Draws(sampler, size, [0] * positions, lengths)
+    if sampler.temperature > 0 and positions:  # places of one text share most of their noise
+        noise = draws.select([0]).noise(0, positions + num_heads, heads, logits.device)[:, 0]
         ahead = torch.arange(num_heads, device=logits.device)[:, None] + roots[:, 0]
-        logits = sampler.warp(logits) + noise[ahead, : logits.shape[-1]]
+        logits = sampler.warp(logits) + noise[ahead]
     # in the order of the drafter's own top-k, for equal logits are common in bfloat16
-    best = logits.topk(min(NUM_RANKS, logits.shape[-1]), dim=-1)
+    best = logits.topk(min(NUM_RANKS, logits.shape[-1]), dim=-1).indices
     wanted = heads.map_labels(tokens[:, 1:]).T.masked_fill(~known[:, 1:].T, -1)  # [K, S]
-    hit = best.indices == wanted[..., None]  # [K, S, R]
+    hit = best == wanted[..., None]  # [K, S, R]
     ranks = torch.where(hit.any(-1), hit.int().argmax(-1), MISS)
     came = logits.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
     came = came.masked_fill(wanted < 0, torch.nan)
-    norms = torch.stack([(logits / each).logsumexp(-1) for each in TEMPERATURES], dim=-1)
-    ranks, values, came, norms = (
-        each.transpose(0, 1).cpu() for each in (ranks, best.values, came, norms)
-    )
-    found = Hits(ranks, values, came, norms, row.finished)
-    if not heads.sequential:
-        return found
-    found = replace(found, tokens=tokens.masked_fill(~known, -1).cpu(), draws=draws)
+    right = (ranks != MISS).cumprod(0)
+    counted = torch.cat([torch.ones_like(right[:1]), right[:-1]]).bool() & (wanted >= 0)
+    norms, some = came.new_full((*came.shape, len(TEMPERATURES)), torch.nan), logits[counted]
+    norms[counted] = torch.stack([(some / each).logsumexp(-1) for each in TEMPERATURES], dim=-1)
+    ranks, came, norms = (each.transpose(0, 1).cpu() for each in (ranks, came, norms))
+    tokens = tokens.masked_fill(~known, -1).cpu()
+    found = Hits(ranks, came, norms, row.finished, hidden.cpu(), tokens, draws=draws)
     if not heads.walks_text:
-        return replace(found, hidden=hidden.cpu())
+        return found
     end = start + positions  # they read more than one hidden state
     return replace(found, hidden=whole[0, :end].cpu(), ahead=sequence[0, 1 : end + 1].cpu())
 
@@ -377,40 +371,8 @@ def acceptance(tree: Tree, hits: AllHits) -> list[float]:
 
 
 _FOLDS = 5
-_CHUNK = 1024  # positions whose trees are grown at once
-_NUMBERS = 1 << 22  # logits in memory where sequential heads are asked
+_NUMBERS = 1 << 22  # logits in memory where heads are asked
 _COPIED = 1 << 26  # numbers of hidden states of the texts that MTP heads read side by side
-
-
-def dynamic_sizes(hits: Hits, max_nodes: int, temperatures: Sequence[float]) -> Tensor:
-    """Return how large a tree grown at each position must be to hold the path that came.
-
-    A tree of fewer nodes holds the most probable of those of the largest, so one growth at every
-    position tells all sizes.
-
-    Args:
-        hits: of one text.
-        max_nodes: of the largest tree.
-        temperatures: one per head, among ``TEMPERATURES``.
-
-    Returns:
-        [S, K] long, as :func:`static_sizes`.
-    """
-    which = torch.tensor([TEMPERATURES.index(each) for each in temperatures])
-    norms = hits.norms.gather(2, which[None, :, None].expand(len(hits.norms), -1, 1))
-    log_probs = (hits.logits / torch.tensor(temperatures)[:, None] - norms).clamp(max=0)
-    num_heads, num_ranks = log_probs.shape[1:]
-    guesses, depth = torch.arange(num_ranks), min(num_heads, max_nodes - 1)
-
-    def needed(rows: Tensor, came: Tensor) -> Tensor:
-        # parallel heads say the same below every node, so a guess is known by depth and rank
-        levels = ((level[:, None], guesses) for level in rows.unbind(1))
-        roots = torch.full((len(rows),), -1)
-        parents, tokens, values = grow(lambda _: next(levels), roots, max_nodes, depth)
-        return _sizes_needed(parents, values, tokens, came)
-
-    chunks = zip(log_probs.split(_CHUNK), hits.ranks.split(_CHUNK), strict=True)
-    return torch.cat([needed(*chunk) for chunk in chunks])
 
 
 def _sizes_needed(parents: Tensor, values: Tensor, guesses: Tensor, came: Tensor) -> Tensor:
@@ -439,11 +401,11 @@ def _sizes_needed(parents: Tensor, values: Tensor, guesses: Tensor, came: Tensor
 
 
 def grown_sizes(hits: Hits, drafter: HeadsDrafter) -> Tensor:
-    """Return what :func:`dynamic_sizes` does, for sequential heads.
+    """Return how large a tree grown at each position must be to hold the path that came.
 
-    Which nodes a tree holds beside the path that came depends on what the heads say below tokens
-    that did not come, and that no text tells. So the largest tree is really grown at every
-    position; a smaller one holds the most probable of its nodes.
+    Which nodes a tree holds beside that path depends on what heads say below tokens that did not
+    come, and that no text tells. So the largest tree is really grown at every position; a smaller
+    one holds the most probable of its nodes.
 
     Args:
         hits: of one text.
@@ -455,44 +417,45 @@ def grown_sizes(hits: Hits, drafter: HeadsDrafter) -> Tensor:
     assert hits.tokens is not None
     found = torch.full_like(hits.ranks, MISS)
     depth = drafter.max_depth
-    for chunk, walk in _walks(hits, drafter):
-        draws = None if hits.draws is None else hits.draws.select(chunk.tolist())
-        parents, guesses, values = (each.cpu() for each in drafter.grow(walk, draws))
+    for chunk, state in _states(hits, drafter):
+        parents, guesses, values = (each.cpu() for each in drafter.grow(state))
         came = hits.tokens[chunk, 1 : depth + 1]
         found[chunk, :depth] = _sizes_needed(parents, values, guesses, came)
     return found
 
 
-def _walks(hits: Hits, drafter: HeadsDrafter) -> Iterator[tuple[Tensor, Walk]]:
-    """Yield some positions [n] of a text, and the heads at the roots that stand there, n rows."""
+def _states(hits: Hits, drafter: HeadsDrafter) -> Iterator[tuple[Tensor, HeadsState]]:
+    """Yield some positions [n] of a text, and where guesses behind them start, n rows."""
     if not len(hits.ranks):
         return
-    assert hits.hidden is not None and hits.tokens is not None
-    begin = drafter.steps()
+    assert hits.hidden is not None and hits.tokens is not None and hits.draws is not None
+    begin, draws = drafter.steps(), hits.draws
     device = next(drafter.heads.parameters()).device
     num_rows = max(1, _NUMBERS // (drafter.width * drafter.heads.num_outputs))
     positions, roots = torch.arange(len(hits.ranks)), hits.tokens[:, 0].to(device)
     if not drafter.heads.walks_text:
         for chunk in positions.split(num_rows):
             hidden = hits.hidden.index_select(-2, chunk).to(device)
-            yield chunk, begin(hidden, roots[chunk], None)
+            of = draws.select(chunk.tolist())
+            yield chunk, HeadsState(roots[chunk], hidden, begin, None, of)
         return
     assert hits.ahead is not None
     num_read = len(hits.hidden)
-    empty: Any = drafter.heads.memory(1, drafter.embed)
+    empty: Any = drafter.heads.memory(1)
     text, every = empty.read(hits.hidden[None].to(device), [num_read], hits.ahead[None].to(device))
     first = num_read - len(positions) + 1
     for chunk in positions.split(max(1, min(num_rows, _COPIED // hits.hidden.numel()))):
         # the same text many times over, each read up to another root
         memory = text.as_it_was((first + chunk).tolist(), every)
-        yield chunk, begin(memory.root, roots[chunk], memory)
+        of = draws.select(chunk.tolist())
+        yield chunk, HeadsState(roots[chunk], memory.root, begin, memory, of)
 
 
 def gained(sizes_needed: Tensor, sizes: Tensor, *, ended: bool) -> tuple[Tensor, Tensor]:
     """Count tokens and verify steps along one text for trees of many sizes at once.
 
     Args:
-        sizes_needed: [S, K], from :func:`static_sizes` or :func:`dynamic_sizes`.
+        sizes_needed: [S, K], from :func:`static_sizes` or :func:`grown_sizes`.
         sizes: [M] long, numbers of nodes.
         ended: whether the text ends after these positions, so that no step gains a token beyond.
 
@@ -564,18 +527,14 @@ def static_gains(hits: AllHits, max_nodes: int) -> Gains:
     )
 
 
-def drafter_gains(hits: AllHits, drafter: HeadsDrafter, temperatures: Sequence[float]) -> Gains:
+def drafter_gains(hits: AllHits, drafter: HeadsDrafter) -> Gains:
     """Count what trees grown at each step gain, of heads of any kind and up to this drafter's size.
 
     Args:
         hits: per prompt, per text.
         drafter: of the largest tree.
-        temperatures: its own, one per head.
     """
-    most = drafter.num_nodes
-    if drafter.heads.sequential:
-        return count_gains(hits, lambda _, text: grown_sizes(text, drafter), most)
-    return count_gains(hits, lambda _, text: dynamic_sizes(text, most, temperatures), most)
+    return count_gains(hits, lambda _, text: grown_sizes(text, drafter), drafter.num_nodes)
 
 
 def decoded_gains(base: PreTrainedModel, drafter: Drafter, texts: Texts, num_heads: int) -> Gains:

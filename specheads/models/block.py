@@ -38,7 +38,6 @@ from transformers import PreTrainedModel
 
 from specheads.config.declared import at_least, one_of
 from specheads.losses.cross_entropy import IGNORE
-from specheads.models.base import Embed
 from specheads.models.blocks import Markov, ZeroLinear, normalised
 from specheads.models.head_cache import RowCache, Slots, last_places, rows_at, visible
 from specheads.models.heads import Steps
@@ -183,7 +182,6 @@ class BlockHeads(TappedHeads):
         hidden: Tensor,
         position_ids: Tensor,
         tokens: Tensor | None = None,
-        embed: Embed | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
         """Run a block behind each of some positions; return what the heads make of its slots.
@@ -192,7 +190,6 @@ class BlockHeads(TappedHeads):
             hidden: [B, T, n * d], the base's, at ``taps``; of several documents in a row if packed.
             position_ids: [B, T], restarting at 0 with every document.
             tokens: [B, T], the texts.
-            embed: the base's input embedding.
             places: [B, A], positions in ascending order, whose next tokens are the roots; None
                 takes all.
 
@@ -220,7 +217,7 @@ class BlockHeads(TappedHeads):
             own = (blocks[:, None] == blocks).expand(num_rows, -1, -1)
             mask = torch.cat([seen.repeat_interleave(self.num_slots, 1), own], dim=2)[:, None]
             roots = tokens.gather(1, (at + 1).clamp(max=num_tokens - 1))
-            x = self.start(rows_at(tapped, at), roots, embed).flatten(1, 2)  # [B, a * S, d]
+            x = self.start(rows_at(tapped, at), roots).flatten(1, 2)  # [B, a * S, d]
             positions = (position_ids.gather(1, at)[..., None] + 1 + slots).flatten(1)
             for layer, (k, v) in zip(self.layers, keys, strict=True):
                 behind = partial(_behind, (k[:, :, :end], v[:, :, :end]))
@@ -236,18 +233,17 @@ class BlockHeads(TappedHeads):
             hidden = normalised(hidden.unflatten(-1, (len(self.taps), -1))).flatten(-2)
         return hidden, self.hidden_norm(self.fc(hidden))
 
-    def start(self, taps: Tensor, roots: Tensor, embed: Embed | None) -> Tensor:
+    def start(self, taps: Tensor, roots: Tensor) -> Tensor:
         """Return the slots [..., S, d] before the first layer.
 
         Args:
             taps: [..., n * d], as :meth:`context` returns them, at the positions before the roots.
             roots: [...], the tokens that are certain.
-            embed: the base's input embedding.
         """
         if self.inject is None:  # a token for every slot
             roots = F.pad(roots[..., None], (0, self.num_slots - 1), value=self.form.mask_token_id)
         with torch.no_grad():  # the base's own, which stays as it is
-            embedded = given(embed, "embed")(roots).to(taps.dtype)
+            embedded = given(self.embed, "embed")(roots).to(taps.dtype)
         if self.inject is None:
             return embedded
         added = self.inject(torch.cat([taps, normalised(embedded)], dim=-1))
@@ -257,16 +253,13 @@ class BlockHeads(TappedHeads):
         """Return what the heads make of slots [B, a, S, d] behind the last layer, [K, B, a, d]."""
         return self.norm(x[..., self.first :, :]).movedim(-2, 0)
 
-    def features(
-        self, i: int, hidden: Tensor, tokens: Tensor | None = None, embed: Embed | None = None
-    ) -> Tensor:
+    def features(self, i: int, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Return what the output matrix of head ``i`` reads: its slot, and the Markov factor.
 
         Args:
             i: the head.
             hidden: [K, ..., d], what ``contextual`` returned.
             tokens: [..., K], the root and the tokens behind it; for a Markov correction.
-            embed: not used here.
         """
         if self.markov is None:
             return hidden[i]
@@ -281,20 +274,20 @@ class BlockHeads(TappedHeads):
         """Return what a walk asks of head ``i`` beyond its product."""
         return SimpleNamespace(condition=None, markov=self.markov)
 
-    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
+    def steps(self, output: OutputLayer, depth: int) -> Callable[[], Begin]:
         """Return how a step is begun from what the cache last returned; for a Markov correction.
 
         Raises:
             ValueError: without one.
         """
-        return Steps(cast(Any, self), output, embed, depth).refresh
+        return Steps(cast(Any, self), output, depth).refresh
 
     @torch.no_grad()
-    def memory(self, num_rows: int, embed: Embed | None = None) -> BlockCache:
+    def memory(self, num_rows: int) -> BlockCache:
         """Return the cache of rows of which nothing was read yet."""
         slots, epsilon = Slots(self.num_inner, self._table), self.form.rms_norm_eps
         steps = tuple(LayerStep([layer], layer.width, epsilon) for layer in self.layers)
-        return BlockCache(slots, (0,) * num_rows, self, given(embed, "embed"), steps)
+        return BlockCache(slots, (0,) * num_rows, self, steps)
 
 
 @dataclass(frozen=True)
@@ -303,12 +296,10 @@ class BlockCache(RowCache):
 
     Attributes:
         heads: whose.
-        embed: the base's input embedding.
         steps: the layers, as a step runs them.
     """
 
     heads: BlockHeads
-    embed: Embed
     steps: tuple[LayerStep, ...]
 
     @torch.no_grad()
@@ -333,7 +324,7 @@ class BlockCache(RowCache):
             cache.update(*layer.keys(context, waves))
         lengths, last = self.grown(counts), last_places(counts, device)
         roots = tokens.gather(1, last)  # [B, 1]
-        x = heads.start(rows_at(tapped, last), roots, self.embed)[:, 0]  # [B, S, d]
+        x = heads.start(rows_at(tapped, last), roots)[:, 0]  # [B, S, d]
         seen, mask = self.slots.reserve(lengths, heads.num_slots), None
         waves = self.waves(lengths, heads.num_slots).to(x.dtype)
         if num_rows > 1 or heads.form.window:

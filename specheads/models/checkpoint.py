@@ -200,6 +200,7 @@ def as_loaded(heads: Heads, base: PreTrainedModel, dtype: torch.dtype | None = N
         base: their base model.
         dtype: None takes the base's.
     """
+    heads.read_through(base)
     return placed(heads, output_device(base), dtype or base.dtype)
 
 

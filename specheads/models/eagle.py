@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specheads.models.base import Embed
 from specheads.models.head_cache import RootCache, RootWalk, Slots, last_places, rows_at, visible
 from specheads.models.kinds import Begin, given
 from specheads.models.output import OutputLayer, layers_of
@@ -118,16 +117,15 @@ class EagleHeads(TappedHeads):
             hidden = torch.cat([norm(x) for norm, x in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(hidden)
 
-    def read(self, states: Tensor, tokens: Tensor, embed: Embed | None) -> tuple[Tensor, Tensor]:
+    def read(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the residual stream [..., d], and what the attention reads, [..., 2 * d].
 
         Args:
             states: [..., d], g, or what the layer made before.
             tokens: [...], the ones that came, or were drafted, behind them.
-            embed: the base's input embedding.
         """
         with torch.no_grad():  # the base's own, which stays as it is
-            embedded = given(embed, "embed")(tokens)
+            embedded = given(self.embed, "embed")(tokens)
         normed = self.hidden_norm(states)
         side = torch.cat([self.layer.input_layernorm(embedded), normed], dim=-1)
         return (normed if self.form.norm_before_residual else states), side
@@ -145,7 +143,6 @@ class EagleHeads(TappedHeads):
         hidden: Tensor,
         position_ids: Tensor,
         tokens: Tensor | None = None,
-        embed: Embed | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
         """Take K steps from some positions; return what the output matrix reads at each.
@@ -154,7 +151,6 @@ class EagleHeads(TappedHeads):
             hidden: [B, T, n * d], the base's, at ``taps``; of several documents in a row if packed.
             position_ids: [B, T], restarting at 0 with every document.
             tokens: [B, T], the texts.
-            embed: the base's input embedding.
             places: [B, A], positions in ascending order; None takes all.
 
         Returns:
@@ -165,7 +161,7 @@ class EagleHeads(TappedHeads):
         at = every.expand(num_rows, -1) if places is None else places
         table = self._table(num_tokens + self.num_heads)
         # at the end of a document the token is another's: there nothing is asked, nor seen later
-        stream, side = self.read(self.joined(hidden), tokens.roll(-1, dims=1), embed)
+        stream, side = self.read(self.joined(hidden), tokens.roll(-1, dims=1))
         text = self.layer.keys(side, table[:, position_ids])
         documents = (position_ids == 0).cumsum(1)
         seen = (every <= at[..., None]) & (documents[:, None] == documents.gather(1, at)[..., None])
@@ -182,15 +178,14 @@ class EagleHeads(TappedHeads):
         for step in range(self.num_heads):
             if step:
                 ahead = tokens.gather(1, (at + 1 + step).clamp(max=num_tokens - 1))
-                x, side = self.read(state, ahead, embed)
+                x, side = self.read(state, ahead)
             waves = table[:, position_ids.gather(1, at) + step]
             state = self.made(self.layer.run(x, side, waves, attend))
             found.append(self.finished(state))
         return torch.stack(found)
 
-    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
+    def steps(self, output: OutputLayer, depth: int) -> Callable[[], Begin]:
         """Return a function that returns how the heads begin a step."""
-        given(embed, "embed")
 
         def begin() -> Begin:
             products = self.own_products(output)
@@ -202,14 +197,10 @@ class EagleHeads(TappedHeads):
 
         return begin
 
-    @torch.no_grad()
-    def memory(self, num_rows: int, embed: Embed | None = None) -> EagleCache:
+    def memory(self, num_rows: int) -> EagleCache:
         """Return the cache of rows of which nothing was read yet."""
-        weight = self.fc.weight
-        ends = torch.zeros(num_rows, dtype=torch.long, device=weight.device)
-        root = weight.new_zeros(num_rows, self.hidden_size)
-        slots, embed = Slots(1, self._table), given(embed, "embed")
-        return EagleCache(slots, (0,) * num_rows, embed, ends, root, self)
+        root = self.fc.weight.new_zeros(num_rows, self.hidden_size)
+        return EagleCache(Slots(1, self._table), (0,) * num_rows, root, self)
 
 
 def _attend_chains(queries: Tensor, text: Pair, seen: Tensor, chain: list[Pair]) -> Tensor:
@@ -276,7 +267,7 @@ class EagleCache(RootCache):
         heads, layer = self.heads, self.heads.layer
         seen = self.slots.reserve(self.lengths, tokens.shape[1])
         places = self.ends[:, None] + torch.arange(tokens.shape[1], device=self.ends.device)
-        stream, side = heads.read(heads.joined(hidden), tokens, self.embed)
+        stream, side = heads.read(heads.joined(hidden), tokens)
         table = self.slots.waves
         keys, values = self.slots.layers[0].update(*layer.keys(side, table[:, places]))
         at = places.gather(1, asked)
@@ -311,17 +302,17 @@ class EagleWalk(RootWalk):
         """Return what is guessed below the nodes at hand, [B, n, V']."""
         return self._logits(self._made)
 
-    def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
+    def descend(self, tokens: Tensor, parents: Tensor) -> None:
         """Go to nodes one deeper.
 
         Args:
             tokens: [B, n'], the tokens of these nodes.
             parents: the places of their parents among the n nodes at hand, [n'] where all rows
-                share them, else [B, n']; None where node for node follows.
+                share them, else [B, n'].
         """
         memory, heads, num_before = self._memory, self._memory.heads, self._lines.shape[2]
         parents = self.go_to(tokens, parents)
-        x, side = heads.read(rows_at(self._made, parents), tokens, memory.embed)
+        x, side = heads.read(rows_at(self._made, parents), tokens)
         # behind those of the levels above, which lie behind each row's text
         num_new, ends = tokens.shape[1], memory.ends[:, None]
         num_slots = memory.slots.reserve([n + num_before for n in memory.lengths], num_new)

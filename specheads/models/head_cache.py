@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, Self, cast
 from weakref import WeakKeyDictionary
 
@@ -29,7 +29,6 @@ from transformers import PreTrainedConfig
 
 from specheads.attention.cache import RowEnds, TreeLayer, grown_capacity
 from specheads.attention.mask import attend_folded
-from specheads.models.base import Embed
 from specheads.models.layer_step import LayerStep, Pick, signed
 from specheads.models.manifest import first_line
 from specheads.models.packed import Kept
@@ -212,24 +211,24 @@ class RootCache(RowCache):
     """The cache of layers that go down a tree from what they made of each row's last position.
 
     Attributes:
-        embed: the base's input embedding.
-        ends: the lengths, [B] long where the heads lie.
         root: [..., B, d], what was made of the last positions.
     """
 
-    embed: Embed
-    ends: Tensor
     root: Tensor
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """The lengths, [B] long where the heads lie."""
+        return torch.tensor(self.lengths, device=self.root.device)
 
     def select(self, rows: Tensor) -> Self:
         """Keep the rows ``rows`` [R] (long), in that order."""
-        here = rows.to(self.ends.device)
-        return replace(super().select(here), ends=self.ends[here], root=self.root[..., here, :])
+        here = rows.to(self.root.device)
+        return replace(super().select(here), root=self.root[..., here, :])
 
     def join(self, other: Self) -> Self:
         """Return the rows of both; something of all texts was read."""
-        ends, root = (self.ends, other.ends), (self.root, other.root)
-        return replace(super().join(other), ends=torch.cat(ends), root=torch.cat(root, dim=-2))
+        return replace(super().join(other), root=torch.cat([self.root, other.root], dim=-2))
 
     def moved(self, counts: Sequence[int], root: Tensor) -> Self:
         """Return this cache with ``counts[b]`` positions more in each row, of which ``root`` came.
@@ -238,10 +237,10 @@ class RootCache(RowCache):
             counts: per row; where it is 0, the root stays what it was.
             root: [..., B, d], what was made of each row's last position.
         """
-        new = torch.tensor(counts, device=self.ends.device)
         if min(counts) == 0:
+            new = torch.tensor(counts, device=root.device)
             root = torch.where(new[:, None] > 0, root, self.root)
-        return replace(self, lengths=self.grown(counts), ends=self.ends + new, root=root)
+        return replace(self, lengths=self.grown(counts), root=root)
 
     def as_it_was(self, lengths: Sequence[int], every: Tensor) -> Self:
         """Return this cache of one row as it was when the root stood elsewhere, one row for each.
@@ -250,9 +249,9 @@ class RootCache(RowCache):
             lengths: of the rows to come, how many positions were read.
             every: [..., 1, T, d], what was made of them, as ``read`` returned it.
         """
-        ends = torch.tensor(lengths, device=self.ends.device)
+        ends = torch.tensor(lengths, device=self.root.device)
         cache, root = self.select(torch.zeros_like(ends)), every[..., 0, ends - 1, :]
-        return replace(cache, lengths=tuple(lengths), ends=ends, root=root)
+        return replace(cache, lengths=tuple(lengths), root=root)
 
 
 class RootWalk:
@@ -275,11 +274,9 @@ class RootWalk:
         # [B, n, N]: which nodes have which other, without the root, for ancestor or are the same
         self._lines = torch.ones(len(root), 1, 0, dtype=torch.bool, device=root.device)
 
-    def go_to(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
+    def go_to(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Go to nodes one deeper; return the places [B, n'] of their parents, as ``descend``."""
         num_rows, num_new = tokens.shape
-        if parents is None:
-            parents = torch.arange(num_new, device=tokens.device)
         parents = parents.expand(num_rows, -1)
         own = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(num_rows, -1, -1)
         self._lines = torch.cat([rows_at(self._lines, parents), own], dim=2)

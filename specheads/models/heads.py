@@ -30,7 +30,6 @@ from transformers import PreTrainedModel
 from specheads.config.training import LM_HEADS, HeadsConfig
 from specheads.losses.cross_entropy import IGNORE
 from specheads.models import blocks
-from specheads.models.base import Embed
 from specheads.models.head_cache import LayerCache, rows_at
 from specheads.models.kinds import Begin, Heads, given, multiplied
 from specheads.models.output import FINAL, OutputLayer
@@ -179,7 +178,7 @@ class MedusaHeads(nn.Module, Heads):
             model = cast(Any, self.prefix.model)
             model.rotary_emb = type(model.rotary_emb)(config=model.config)
 
-    def memory(self, num_rows: int, embed: Embed | None = None) -> LayerCache | None:
+    def memory(self, num_rows: int) -> LayerCache | None:
         """Return what the prefix layer remembers of texts while decoding, before any was read."""
         if self.prefix is None:
             return None
@@ -219,11 +218,7 @@ class MedusaHeads(nn.Module, Heads):
                 head.get_parameter("lm_head.weight").copy_(self.guessed_rows(weight))
 
     def contextual(
-        self,
-        hidden: Tensor,
-        position_ids: Tensor,
-        tokens: Tensor | None = None,
-        embed: Embed | None = None,
+        self, hidden: Tensor, position_ids: Tensor, tokens: Tensor | None = None
     ) -> Tensor:
         """Return what the heads read: ``hidden`` [B, T, d] behind the prefix layer, if any.
 
@@ -231,13 +226,10 @@ class MedusaHeads(nn.Module, Heads):
             hidden: last hidden states of whole documents, several in a row if packed.
             position_ids: [B, T], restarting at 0 with every document.
             tokens: not read here.
-            embed: not used here.
         """
         return hidden if self.prefix is None else self.prefix(hidden, position_ids)
 
-    def features(
-        self, i: int, hidden: Tensor, tokens: Tensor | None = None, embed: Embed | None = None
-    ) -> Tensor:
+    def features(self, i: int, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Return what the output matrix of head ``i`` reads, [..., d_i].
 
         Args:
@@ -245,21 +237,20 @@ class MedusaHeads(nn.Module, Heads):
             hidden: [..., d], behind the prefix layer if there is one.
             tokens: [..., >= i + 1], the tokens after the hidden state's own, the root first; for
                 sequential heads.
-            embed: the base's input embedding; for ``condition``.
         """
         head = self.head(i)
         if self.condition:
             with torch.no_grad():  # the base's own; Hydra leaves it as it is
-                before = self.embedded(given(tokens, "tokens")[..., : i + 1], embed).flatten(-2)
+                before = self.embedded(given(tokens, "tokens")[..., : i + 1]).flatten(-2)
             hidden = head.conditioned(hidden, before)
         found = head(hidden)
         if head.markov is None:
             return found
         return head.markov.behind(found, given(tokens, "tokens")[..., i])
 
-    def embedded(self, tokens: Tensor, embed: Embed | None) -> Tensor:
-        """Return how the heads read tokens [...], as [..., d]; ``embed`` is the base's."""
-        found = given(embed, "embed")(tokens)
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return how the heads read tokens [...], as [..., d]."""
+        found = given(self.embed, "embed")(tokens)
         return found if self.joined else blocks.normalised(found)
 
     def output_weight(self, i: int, base_weight: Tensor) -> Tensor:
@@ -277,13 +268,13 @@ class MedusaHeads(nn.Module, Heads):
         """
         return self.guessed_rows(base_weight) if self.lm_head == "shared_pruned" else base_weight
 
-    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
+    def steps(self, output: OutputLayer, depth: int) -> Callable[[], Begin]:
         """Return a function that returns how the heads, as they are then, begin a step.
 
         Raises:
             ValueError: as :class:`Steps` does.
         """
-        return Steps(self, output, embed, depth).refresh
+        return Steps(self, output, depth).refresh
 
     @torch.no_grad()
     def own_products(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
@@ -298,13 +289,8 @@ class MedusaHeads(nn.Module, Heads):
         """
         heads, shared = list(map(self.head, range(self.num_heads))), self.shared_rows(output.weight)
         if sum(parameter.numel() for parameter in self.heads.parameters()) > _MAX_STACKED:
-
-            @torch.no_grad()
-            def each(hidden: Tensor) -> Tensor:
-                features = [head(hidden) for head in heads]
-                return multiplied(features, [head.own_weight(shared) for head in heads])
-
-            return each
+            weights = [head.own_weight(shared) for head in heads]
+            return torch.no_grad()(lambda x: multiplied([head(x) for head in heads], weights))
 
         def stacked(name: str) -> Tensor:
             return torch.stack([head.get_parameter(name) for head in heads])
@@ -338,21 +324,16 @@ class Steps:
     Args:
         heads: sequential ones.
         output: the base's output layer.
-        embed: the base's input embedding, for heads with a condition.
         depth: D.
 
     Raises:
-        ValueError: for parallel heads, or if the embedding is missing.
+        ValueError: for parallel heads.
     """
 
-    def __init__(
-        self, heads: MedusaHeads, output: OutputLayer, embed: Embed | None, depth: int
-    ) -> None:
+    def __init__(self, heads: MedusaHeads, output: OutputLayer, depth: int) -> None:
         if not heads.sequential:
             raise ValueError("these heads are parallel: they need not be asked level by level")
-        if heads.condition:
-            given(embed, "embed")
-        self.heads, self.output, self.embed, self.depth = heads, output, embed, depth
+        self.heads, self.output, self.depth = heads, output, depth
         parts = [heads.head(i) for i in range(depth)]
         # of what tables are made; joined heads have none, as what a token adds there depends on the
         # hidden state beside it
@@ -377,7 +358,7 @@ class Steps:
         sources = [each.weight for each in conditions]
         if conditions:
             ids = torch.arange(self.heads.vocab_size, device=self.output.weight.device)
-            sources.append(self.heads.embedded(ids, self.embed))  # not joined: they have no table
+            sources.append(self.heads.embedded(ids))  # not joined: they have no table
             self.offset = _wide(torch.cat([each.bias for each in conditions]))
         elif not self.heads.condition:
             self.products = self.heads.own_products(self.output)
@@ -423,7 +404,7 @@ class Walk:
             start = hidden.to(steps.offset.dtype).repeat(1, steps.depth) + steps.offset
             self._carried = start[:, None] + F.embedding(root, steps.conditions[0])
         elif steps.heads.condition:
-            self._carried = self._embedded(root)
+            self._carried = steps.heads.embedded(root)
 
     def logits(self) -> Tensor:
         """Return what the head of this level says at its nodes, [B, n, V']."""
@@ -442,25 +423,24 @@ class Walk:
             products = products + added.to(products.dtype)
         return steps.heads.finish(products, steps.output)
 
-    def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
+    def descend(self, tokens: Tensor, parents: Tensor) -> None:
         """Go to nodes one deeper.
 
         Args:
             tokens: [B, n'], the tokens of these nodes.
             parents: the places of their parents among the n nodes at hand, [n'] where all rows
-                share them, else [B, n']; None where node for node follows.
+                share them, else [B, n'].
         """
         steps, carried = self._steps, self._carried
         self.depth, self.tokens = self.depth + 1, tokens
         if carried is None:
             return
-        if parents is not None:
-            carried = rows_at(carried, parents.expand(len(carried), -1))
+        carried = rows_at(carried, parents.expand(len(carried), -1))
         if steps.conditions:
             below = carried[..., steps.heads.hidden_size :]
             self._carried = below + F.embedding(tokens, steps.conditions[self.depth])
         else:
-            self._carried = torch.cat([carried, self._embedded(tokens)], dim=-1)
+            self._carried = torch.cat([carried, steps.heads.embedded(tokens)], dim=-1)
 
     def alone(self, num: int) -> Tensor:
         """Return what the first ``num`` heads say whatever is drafted, [num, B, V'].
@@ -498,9 +478,6 @@ class Walk:
             for part, above, at in zip(parts, tokens, places, strict=True)
         ]
         return found[0] if len(found) == 1 else torch.stack(found)
-
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        return self._steps.heads.embedded(tokens, self._steps.embed)
 
 
 def tabulated(embeddings: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

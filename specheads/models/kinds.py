@@ -84,13 +84,13 @@ class Walk(Protocol):
     def logits(self) -> Tensor:
         """Return what head ``depth`` says at the nodes at hand, [B, n, V']."""
 
-    def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
+    def descend(self, tokens: Tensor, parents: Tensor) -> None:
         """Go to nodes one deeper.
 
         Args:
             tokens: [B, n'], the tokens of these nodes, which are to have children.
             parents: the places of their parents among the n nodes at hand, [n'] where all rows
-                share them, else [B, n']; None where node for node follows.
+                share them, else [B, n'].
         """
 
 
@@ -106,7 +106,7 @@ class Heads(Protocol):
     :meth:`output_weight` of one head at a time, whose product is scored and never formed as a
     whole. Decoding with parallel heads calls :meth:`snapshot`, one pass for the whole tree; with
     sequential heads it goes down the tree with :meth:`steps`, one pass per level. Drafters are made
-    from that alone (``static_drafter`` and ``dynamic_drafter`` of specheads.drafters.growing).
+    from that alone (``heads_drafter`` of specheads.drafters.heads).
 
     What depends on the map of tokens alone is written here, once for all kinds.
 
@@ -147,6 +147,8 @@ class Heads(Protocol):
             buffer of the matrix.
         anchors: positions of a row at which a step of training asks the heads, where ``contextual``
             costs too much for all: it is then given these ``places``. 0 asks at all.
+        embed: the base's input embedding, a function from tokens where the heads lie; None before
+            :meth:`read_through`, and where they read no tokens through it.
     """
 
     config_keys: ClassVar[tuple[str, ...]]
@@ -171,6 +173,7 @@ class Heads(Protocol):
     walks_text: bool = False
     one_matrix: bool
     anchors: int = 0
+    embed: Embed | None = None
     _known_places: tuple[Tensor, tuple[int, torch.device], Tensor] | None = None
 
     def take_sizes(
@@ -197,6 +200,24 @@ class Heads(Protocol):
         Raises:
             ValueError: one line with the key, without the section's name.
         """
+
+    def read_through(self, base: PreTrainedModel) -> None:
+        """Read tokens through the base's input embedding, where heads of this kind read any.
+
+        Raises:
+            ValueError: if it has none.
+        """
+        if not self.needs_embedding:
+            return
+        module, place = base.get_input_embeddings(), input_device(base)
+        if module is None:
+            raise ValueError(f"{type(base).__name__} has no input embedding that heads could use")
+
+        def embed(tokens: Tensor) -> Tensor:
+            found: Tensor = module(tokens.to(place))
+            return found.to(tokens.device)
+
+        self.embed = embed
 
     def init_from_output(self, weight: Tensor, kept: Tensor | None = None) -> None:
         """Take the tokens that can be guessed, and start from the base's output matrix.
@@ -248,11 +269,7 @@ class Heads(Protocol):
         return  # most kinds have none
 
     def contextual(
-        self,
-        hidden: Tensor,
-        position_ids: Tensor,
-        tokens: Tensor | None = None,
-        embed: Embed | None = None,
+        self, hidden: Tensor, position_ids: Tensor, tokens: Tensor | None = None
     ) -> Tensor:
         """Run what looks at whole texts; return what ``features`` takes, [B, T, d] or [K, B, T, d].
 
@@ -263,12 +280,9 @@ class Heads(Protocol):
             hidden: [B, T, d], the base's, at ``taps``; of several documents in a row if packed.
             position_ids: [B, T], restarting at 0 with every document.
             tokens: [B, T], the texts.
-            embed: the base's input embedding.
         """
 
-    def features(
-        self, i: int, hidden: Tensor, tokens: Tensor | None = None, embed: Embed | None = None
-    ) -> Tensor:
+    def features(self, i: int, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Return what the output matrix of head ``i`` reads, [..., d_i].
 
         What is written here is for heads whose ``contextual`` does all of it.
@@ -277,7 +291,6 @@ class Heads(Protocol):
             i: the head.
             hidden: what ``contextual`` returned, or some positions of it, [..., d] or [K, ..., d].
             tokens: [..., K], the tokens after the position's own; for sequential heads.
-            embed: the base's input embedding.
         """
         return hidden[i]
 
@@ -315,19 +328,13 @@ class Heads(Protocol):
         """Return the token ids of places among the V', of any shape."""
         return places if self.token_map is None else self.token_map[places]
 
-    def logits(
-        self,
-        hidden: Tensor,
-        output: OutputLayer,
-        tokens: Tensor | None = None,
-        embed: Embed | None = None,
-    ) -> Tensor:
+    def logits(self, hidden: Tensor, output: OutputLayer, tokens: Tensor | None = None) -> Tensor:
         """Return the logits [K, ..., V'] of all heads, computed as the base computes its own.
 
         The arguments are those of ``features``, and the base's output layer.
         """
         heads, base = range(self.num_heads), output.weight
-        features = [self.features(i, hidden, tokens, embed) for i in heads]
+        features = [self.features(i, hidden, tokens) for i in heads]
         products = multiplied(features, [self.output_weight(i, base) for i in heads])
         return self.finish(products, output)
 
@@ -336,11 +343,11 @@ class Heads(Protocol):
         bias = self.output_bias(output.bias)
         return output.finish(products if bias is None else products + bias)
 
-    def memory(self, num_rows: int, embed: Embed | None = None) -> HeadCache | None:
+    def memory(self, num_rows: int) -> HeadCache | None:
         """Return the cache of their layers for texts of which nothing was read; None without any.
 
         Raises:
-            ValueError: if the embedding is missing, or the layers are of a kind that cannot draft.
+            ValueError: if the layers are of a kind that cannot draft.
         """
 
     def snapshot(self, output: OutputLayer) -> Callable[[Tensor], Tensor]:
@@ -364,16 +371,15 @@ class Heads(Protocol):
             [self.features(i, hidden) for i in heads], [self.output_weight(i, base) for i in heads]
         )
 
-    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
+    def steps(self, output: OutputLayer, depth: int) -> Callable[[], Begin]:
         """Return a function that returns how sequential heads, as they are then, begin a step.
 
         Args:
             output: the base's output layer.
-            embed: the base's input embedding.
             depth: how many of the heads will be asked.
 
         Raises:
-            ValueError: for parallel heads, or if the embedding is missing.
+            ValueError: for parallel heads.
         """
 
     # what callers use of nn.Module
@@ -395,21 +401,3 @@ class Heads(Protocol):
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Learn or not, and return itself."""
-
-
-def embedding(base: PreTrainedModel, heads: Heads) -> Embed | None:
-    """Return the base's input embedding as a function that may be called where the heads lie.
-
-    None where the heads do not read tokens through it.
-    """
-    if not heads.needs_embedding:
-        return None
-    module, place = base.get_input_embeddings(), input_device(base)
-    if module is None:
-        raise ValueError(f"{type(base).__name__} has no input embedding that the heads could use")
-
-    def embed(tokens: Tensor) -> Tensor:
-        found: Tensor = module(tokens.to(place))
-        return found.to(tokens.device)
-
-    return embed

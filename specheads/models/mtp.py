@@ -45,7 +45,6 @@ from transformers.masking_utils import create_masks_for_generate
 from specheads.config import ConfigError, MtpConfig
 from specheads.models import head_cache
 from specheads.models.adapters import plain_copy
-from specheads.models.base import Embed
 from specheads.models.forward import undisturbed
 from specheads.models.head_cache import LayerCache, Slots, attention_of, odd_numbers, odd_part
 from specheads.models.kinds import Begin, Heads, given
@@ -315,11 +314,7 @@ class MtpHeads(nn.Module, Heads):
                 layer.lm_head.weight.copy_(matrix)
 
     def contextual(
-        self,
-        hidden: Tensor,
-        position_ids: Tensor,
-        tokens: Tensor | None = None,
-        embed: Embed | None = None,
+        self, hidden: Tensor, position_ids: Tensor, tokens: Tensor | None = None
     ) -> Tensor:
         """Return what the output matrices read, [K, B, T, d]: one head's layer behind the other.
 
@@ -331,7 +326,6 @@ class MtpHeads(nn.Module, Heads):
             position_ids: [B, T], restarting at 0 with every document.
             tokens: [B, T], for sequential heads: the texts. Head i reads the token i + 1 ahead;
                 near the end of a document that is another document's, where the head has no label.
-            embed: the base's input embedding, for sequential heads.
         """
         weight = next(self.parameters())
         hidden = hidden.to(weight.dtype)
@@ -341,7 +335,7 @@ class MtpHeads(nn.Module, Heads):
         waves = self.waves(hidden, position_ids)
         embedded = None
         if self.sequential:
-            embedded = given(embed, "embed")(given(tokens, "tokens")).to(weight.dtype)
+            embedded = given(self.embed, "embed")(given(tokens, "tokens")).to(weight.dtype)
 
         def run(i: int, source: Tensor) -> tuple[Tensor, Tensor]:
             # rolled in here, so that no head's shifted copy is kept for backward
@@ -401,26 +395,23 @@ class MtpHeads(nn.Module, Heads):
         own = self.layer(i).lm_head
         return base_weight if own is None else own.weight
 
-    def memory(self, num_rows: int, embed: Embed | None = None) -> LayerCache | TextCache:
+    def memory(self, num_rows: int) -> LayerCache | TextCache:
         """Return what the layers remember of texts while decoding, before anything was read.
 
         Args:
             num_rows: texts.
-            embed: the base's input embedding, for sequential heads.
 
         Raises:
-            ValueError: if it is missing, or the layers' attention is of a kind that cannot draft.
+            ValueError: if the layers' attention is of a kind that cannot draft.
         """
         if self.sequential:
-            weight, embed = next(self.parameters()), given(embed, "embed")
-            root = weight.new_zeros(self.num_heads, num_rows, self.hidden_size)
-            ends = torch.zeros(num_rows, dtype=torch.long, device=root.device)
+            root = next(self.parameters()).new_zeros(self.num_heads, num_rows, self.hidden_size)
 
             def table(capacity: int) -> Any:
                 return self.waves(root, torch.arange(capacity, device=root.device)[None])
 
             slots, lengths = Slots(self.num_heads, table), (0,) * num_rows
-            return TextCache(slots, lengths, embed, ends, root, self.attend, self._window())
+            return TextCache(slots, lengths, root, self, self._window())
         layers = [(each.block, each.norm) for each in map(self.layer, range(self.num_heads))]
         groups = [layers] if self.variant == "parallel" else [[each] for each in layers]
         window = attention_of(self.config)[1]
@@ -439,16 +430,15 @@ class MtpHeads(nn.Module, Heads):
             self._checked = True
         return empty(num_rows)
 
-    def steps(self, output: OutputLayer, embed: Embed | None, depth: int) -> Callable[[], Begin]:
+    def steps(self, output: OutputLayer, depth: int) -> Callable[[], Begin]:
         """Return a function that returns how the heads begin a step.
 
         Raises:
-            ValueError: for heads that are not sequential, without an embedding, or if the layers'
-                attention is neither full nor that of a sliding window.
+            ValueError: for heads that are not sequential, or if the layers' attention is neither
+                full nor that of a sliding window.
         """
         if not self.sequential:
             raise ValueError("these heads are parallel: they need not be asked level by level")
-        given(embed, "embed")
         self._window()
 
         @torch.no_grad()
@@ -474,9 +464,6 @@ class MtpHeads(nn.Module, Heads):
         return window
 
 
-Run = Callable[..., tuple[Tensor, Tensor]]
-
-
 @dataclass(frozen=True)
 class TextCache(head_cache.RootCache):
     """What modules that read tokens remember of every row, as it is after :meth:`append`.
@@ -485,14 +472,11 @@ class TextCache(head_cache.RootCache):
     there, [K, B, d]; where the text is too short for it, anything finite.
 
     Attributes:
-        run: runs module k: its number, what the module before made [B, T, d], the tokens'
-            embeddings [B, T, d], an additive mask [B, 1, T, L], positions [B, T], their position
-            embeddings, and a :class:`TreeLayer`; returns G^k [B, T, d] last, as
-            ``MtpHeads.attend`` does.
+        heads: whose.
         window: how many tokens a layer looks back upon, itself included; None for all.
     """
 
-    run: Run
+    heads: MtpHeads
     window: int | None
 
     def append(self, hidden: Tensor, counts: Sequence[int], tokens: Tensor) -> tuple[Self, Tensor]:
@@ -520,7 +504,7 @@ class TextCache(head_cache.RootCache):
         allowed = head_cache.visible(places, seen, self.window)  # [B, T, L]
         mask = additive(allowed, self.root.dtype)
         waves = _at(self.slots.waves, places)
-        embedded = self.embed(tokens).to(self.root.dtype)
+        embedded = given(self.heads.embed, "embed")(tokens).to(self.root.dtype)
         before = hidden.to(self.root.dtype)
         found: list[Tensor] = []
         for i in range(len(self.root)):
@@ -530,7 +514,7 @@ class TextCache(head_cache.RootCache):
                 # one position back: at the first of these tokens that is the root until now
                 before = torch.cat([self.root[i - 1, :, None], found[-1][:, :-1]], dim=1)
             layer = self.slots.layers[i]
-            found.append(self.run(i, before, embedded, mask, places, waves, layer)[1])
+            found.append(self.heads.attend(i, before, embedded, mask, places, waves, layer)[1])
         every = torch.stack(found)
         last = head_cache.last_places(counts, device)[:, 0]
         root = every[:, torch.arange(len(counts), device=device), last]
@@ -576,19 +560,19 @@ class MtpWalk(head_cache.RootWalk):
         """Return what the module of this level says at its nodes, [B, n, V]."""
         return self._logits(self.depth, self._made[:, -self.tokens.shape[1] :])
 
-    def descend(self, tokens: Tensor, parents: Tensor | None) -> None:
+    def descend(self, tokens: Tensor, parents: Tensor) -> None:
         """Go to nodes one deeper.
 
         Args:
             tokens: [B, n'], the tokens of these nodes.
             parents: the places of their parents among the n nodes at hand, [n'] where all rows
-                share them, else [B, n']; None where node for node follows.
+                share them, else [B, n'].
         """
         first, num_new = self._made.shape[1] - self.tokens.shape[1], tokens.shape[1]
         above = first + self.go_to(tokens, parents)
         self._every = torch.cat([F.pad(self._every, (0, num_new)), self._lines], dim=1)
         self._above = torch.cat([self._above, above], dim=1)
-        embedded = self._memory.embed(tokens).to(self._made.dtype)
+        embedded = given(self._memory.heads.embed, "embed")(tokens).to(self._made.dtype)
         self._embedded = torch.cat([self._embedded, embedded], dim=1)
         self._depths += [self.depth] * num_new
         self._made = torch.cat([self._hidden[self.depth][:, None], self._run(self.depth)], dim=1)
@@ -610,7 +594,8 @@ class MtpWalk(head_cache.RootWalk):
         mask = additive(self.seen(certain, lines), memory.root.dtype)
         waves, layer = _at(memory.slots.waves, places), memory.slots.layers[module]
         before = head_cache.rows_at(self._made, self._above)
-        return memory.run(module, before, self._embedded, mask, places, waves, layer)[1]
+        asked = module, before, self._embedded, mask, places, waves, layer
+        return memory.heads.attend(*asked)[1]
 
 
 def _at(waves: Any, places: Tensor) -> Any:

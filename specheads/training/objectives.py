@@ -14,7 +14,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,7 +27,7 @@ from specheads.losses.cross_entropy import count_valid, linear_cross_entropy, sh
 from specheads.losses.distill import SoftLoss, StoredTeacher, Teacher, linear_soft_loss
 from specheads.losses.fused import IGNORE, Output, likelihoods, log_sums
 from specheads.models.adapters import original, require_grad
-from specheads.models.kinds import Heads, embedding
+from specheads.models.kinds import Heads
 from specheads.models.output import FINAL, OutputLayer, output_layer, packed_taps, with_final
 from specheads.training.engine import Batch, Objective
 
@@ -140,7 +140,6 @@ class HeadsObjective(Objective):
             ``loss.base="distill"`` holds a trained base to its original instead of to the labels.
         train_base: whether the base is trained too; one with an adapter trains that alone.
         output: the base's output layer; None finds it.
-        embed: the base's input embedding; None finds it.
 
     Raises:
         ValueError: if the heads were built for another hidden size or vocabulary, or something is
@@ -155,24 +154,19 @@ class HeadsObjective(Objective):
         *,
         train_base: bool,
         output: OutputLayer | None = None,
-        embed: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         if base is None and (train_base or output is None):
             raise ValueError("without a base model there must be output, and train_base be False")
         self.base, self.heads, self.loss = base, heads, loss or LossConfig()
         self.output = output or output_layer(base)  # type: ignore[arg-type]
-        if embed is None and heads.needs_embedding:
-            if base is None:
-                raise ValueError("without a base model, heads that read tokens need embed")
-            embed = embedding(base, heads)
-        self._embed = (embed,)  # in a tuple, it is no module of this one: it is the base's
         expected, found = tuple(self.output.weight.shape), (heads.vocab_size, heads.hidden_size)
         if expected != found:
             raise ValueError(f"the heads are for an output matrix {found}, the base has {expected}")
         self.num_heads, self.train_base = heads.num_heads, train_base
         self.distill_base = train_base and self.loss.base == "distill"
         if base is not None:
+            heads.read_through(base)
             require_grad(base, train_base)
         self.train(self.training)
 
@@ -237,7 +231,7 @@ class HeadsObjective(Objective):
                 found = packed_taps(self.base, ids, positions, self.heads.taps)
             hidden, tapped = (states.to(ids.device) for states in found)
         asked = {} if places is None else {"places": places}
-        source = self.heads.contextual(tapped, positions, ids, self._embed[0], **asked)
+        source = self.heads.contextual(tapped, positions, ids, **asked)
         same = source is hidden
         source = source.flatten(-3, -2)
         teacher = self._teacher(batch, hidden)
@@ -356,13 +350,10 @@ class HeadsObjective(Objective):
 
         The joined matrix of a Markov correction is formed outside, where gradients reach it.
         """
-
-        def features(source: Tensor) -> Tensor:
-            return self.heads.features(i, source, rows.tokens, self._embed[0])
-
+        read = i, rows.source, rows.tokens
         if not torch.is_grad_enabled() or self.heads.num_layers == 0:
-            return features(rows.source)
-        return checkpoint(features, rows.source, use_reentrant=False, preserve_rng_state=False)
+            return self.heads.features(*read)
+        return checkpoint(self.heads.features, *read, use_reentrant=False, preserve_rng_state=False)
 
 
 def anchors_of(input_ids: Tensor, learned: Tensor, count: int) -> Tensor:

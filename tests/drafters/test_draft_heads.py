@@ -15,7 +15,7 @@ from specheads.attention.tree import Tree
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import FINAL, Candidates, Prefill
 from specheads.drafters.draft_heads import DraftHeadsDrafter
-from specheads.drafters.heads import static_drafter
+from specheads.drafters.heads import heads_drafter
 from specheads.models.blocks import prefix_sizes
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import capture_hidden, output_layer
@@ -71,13 +71,13 @@ def trained(draft: PreTrainedModel, kind: str, prefix: bool = False) -> MedusaHe
         draft(input_ids=texts)
         hidden = captured[FINAL].clone()
     optimizer = torch.optim.Adam(heads.parameters(), lr=3e-3)
-    embed = draft.get_input_embeddings()
+    heads.read_through(draft)
     for _ in range(60):
         loss = torch.zeros(())
         for i in range(2):
             seen = hidden[:, 3 : -2 - i]
             tokens = torch.stack([texts[:, 4 + j : texts.shape[1] - 1 - i + j] for j in (0, 1)], -1)
-            features = heads.features(i, seen, tokens[..., : i + 1], embed)
+            features = heads.features(i, seen, tokens[..., : i + 1])
             products = torch.nn.functional.linear(features, heads.output_weight(i, output.weight))
             logits = heads.finish(products, output)
             labels = texts[:, 5 + i :]
@@ -98,7 +98,7 @@ def slow(
     draft: PreTrainedModel, heads: MedusaHeads, text: list[int], num_passes: int
 ) -> tuple[list[int], set[tuple[int, ...]]]:
     """Return the chain and what hangs below it, with a pass over the whole text for each token."""
-    drafter = static_drafter(draft, heads, output_layer(draft), TREE)
+    drafter = heads_drafter(draft, heads, output_layer(draft), TREE)
 
     def guesses(chain: list[int]) -> set[tuple[int, ...]]:
         ids = torch.tensor([text + chain[:-1]])

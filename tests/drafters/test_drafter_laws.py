@@ -22,7 +22,7 @@ from specheads.drafters.contract import Drafter
 from specheads.drafters.draft_model import DraftModelDrafter
 from specheads.drafters.draft_tree import DraftTreeDrafter, SampledTreeDrafter
 from specheads.drafters.growing import Grown
-from specheads.drafters.heads import HeadsDrafter
+from specheads.drafters.heads import heads_drafter
 from specheads.drafters.length import AdaptiveLength, FixedLength, StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
@@ -30,7 +30,6 @@ from specheads.drafters.merge import HybridDrafter
 from specheads.models.blocks import prefix_sizes
 from specheads.models.checkpoint import KINDS as HEADS
 from specheads.models.heads import MedusaHeads
-from specheads.models.kinds import embedding
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import output_layer
 from specheads.verification.sampling import Sampler
@@ -73,10 +72,9 @@ def _base(seed: int, name: str, device: torch.device) -> PreTrainedModel:
     return build(name, seed=seed).to(device)
 
 
-def random_heads(kind: str) -> tuple[Any, Any, Any]:
-    """Return heads of ``llama`` that hit now and then, its output layer, and its embedding."""
-    heads = _placed_heads(kind, place())
-    return heads, output_layer(base()), embedding(base(), heads)
+def random_heads(kind: str) -> Any:
+    """Return heads of ``llama`` that hit now and then."""
+    return _placed_heads(kind, place())
 
 
 @cache
@@ -110,8 +108,7 @@ def _heads(kind: str) -> Any:
 
 def of_heads(kind: str, shape: Tree | Grown = WIDE) -> Drafter:
     """Return a drafter of such heads."""
-    heads, output, embed = random_heads(kind)
-    return HeadsDrafter(heads, output, shape, embed)
+    return heads_drafter(base(), random_heads(kind), output_layer(base()), shape)
 
 
 def draft(noise: float) -> PreTrainedModel:

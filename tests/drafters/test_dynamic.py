@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from specheads.attention.tree import RowTrees, grow_tree
 from specheads.drafters import growing
 from specheads.drafters.contract import FINAL, Prefill
-from specheads.drafters.growing import Grown, best_tree_on_host, best_trees
+from specheads.drafters.growing import Grown, OneTree, best_tree_on_host, best_trees
 from specheads.drafters.heads import HeadsDrafter, HeadsState
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import OutputLayer, output_layer
@@ -56,6 +56,18 @@ def paths_of(parents: Tensor, slots: Tensor, num_ranks: int) -> list[tuple[int, 
     return found
 
 
+def alike(log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities [D, B, R] of heads that guess the same below all, and places."""
+    below = log_probs[:, :, None].expand(-1, -1, log_probs.shape[-1], -1)
+    return below, torch.arange(log_probs.shape[-1]).expand_as(below)
+
+
+def heap_of(log_probs: Tensor, num_nodes: int) -> OneTree:
+    """Return one row's tree, of log-probabilities [D, R]."""
+    below, places = (each[:, 0].tolist() for each in alike(log_probs[:, None]))
+    return best_tree_on_host(num_nodes, below, places)
+
+
 # few distinct numbers, so that values tie, and certain and impossible guesses among them
 LOGS = st.sampled_from([0.0, -0.25, -0.5, -1.0, -3.0, -math.inf]) | st.floats(-5, 0)
 SHAPES = st.sampled_from([(1, 6), (2, 2), (2, 3), (3, 2)])
@@ -74,7 +86,7 @@ def test_the_tree_is_the_best_of_all(log_probs: list[list[float]], num_nodes: in
     """A level cut too short, or a child kept without its parent where values tie."""
     paths = all_paths(log_probs)
     num_nodes = min(num_nodes, len(paths) + 1)
-    parents, slots, _ = best_trees(torch.tensor(log_probs)[:, None, None], num_nodes)
+    parents, slots, _ = best_trees(num_nodes, *alike(torch.tensor(log_probs)[:, None]))
     nodes = paths_of(parents[0], slots[0], len(log_probs[0]))
     assert len(nodes) == num_nodes
     gain = sum(paths[node] for node in nodes[1:])
@@ -82,7 +94,7 @@ def test_the_tree_is_the_best_of_all(log_probs: list[list[float]], num_nodes: in
     rates = [[math.exp(each) for each in of_head] for of_head in log_probs]
     assert 1 + gain == pytest.approx(grow_tree(rates, num_nodes)[1], rel=1e-5)
     ordered = [sorted(of_head, reverse=True) for of_head in log_probs]
-    on_host, host_slots = best_tree_on_host([[each] for each in ordered], num_nodes)
+    on_host, host_slots = heap_of(torch.tensor(ordered), num_nodes)
     nodes = paths_of(torch.tensor(on_host), torch.tensor(host_slots), len(log_probs[0]))
     assert sum(all_paths(ordered)[node] for node in nodes[1:]) == pytest.approx(gain, rel=1e-5)
 
@@ -91,7 +103,7 @@ def test_rows_grow_their_own_trees() -> None:
     """Rows mixed up, or one row's tree for all; sizes as decoding uses them, against the heap."""
     log_probs = torch.randn(4, 5, 12).mul(2).log_softmax(-1).topk(8).values
     for num_nodes in (2, 16, 33):
-        parents, slots, _ = best_trees(log_probs[:, :, None], num_nodes)
+        parents, slots, _ = best_trees(num_nodes, *alike(log_probs))
         assert parents.shape == (5, num_nodes)
         trees = []
         for row in range(5):
@@ -100,7 +112,7 @@ def test_rows_grow_their_own_trees() -> None:
             assert sorted(nodes[1:]) == sorted(heap.choices)
             trees.append(tuple(sorted(nodes)))
         assert len(set(trees)) > 1 or num_nodes == 2
-        grown = [best_tree_on_host(log_probs[:, row, None].tolist(), num_nodes) for row in range(5)]
+        grown = [heap_of(log_probs[:, row], num_nodes) for row in range(5)]
         assert [each[0] for each in grown] == parents.tolist()
         assert [each[1] for each in grown] == slots.tolist()
         tree = RowTrees.from_parents(parents, 4)
@@ -113,11 +125,11 @@ def test_rows_grow_their_own_trees() -> None:
 
 def test_small_and_certain_trees() -> None:
     """More nodes asked for than there are prefixes; heads that are certain, so that all tie."""
-    parents, slots, _ = best_trees(torch.zeros(2, 1, 1, 2), 50)
+    parents, slots, _ = best_trees(50, *alike(torch.zeros(2, 1, 2)))
     assert len(paths_of(parents[0], slots[0], 2)) == 7
-    parents, slots, _ = best_trees(torch.zeros(3, 1, 1, 4), 9)
+    parents, slots, _ = best_trees(9, *alike(torch.zeros(3, 1, 4)))
     paths_of(parents[0], slots[0], 4)
-    parents, slots, _ = best_trees(torch.zeros(3, 2, 1, 4), 1)
+    parents, slots, _ = best_trees(1, *alike(torch.zeros(3, 2, 4)))
     assert parents.tolist() == [[-1], [-1]] and slots.shape == (2, 0)
 
 
@@ -126,7 +138,7 @@ def test_nothing_waits_for_the_device() -> None:
     growing._starts_above.cache_clear()
     try:
         with FakeTensorMode():  # has no values: reading one raises
-            parents, slots, _ = best_trees(torch.zeros(4, 3, 1, 8), 16)
+            parents, slots, _ = best_trees(16, *alike(torch.zeros(4, 3, 8)))
             tree = RowTrees.from_parents(parents, 4)
         assert tuple(parents.shape) == (3, 16) and tuple(slots.shape) == (3, 15)
         assert tuple(tree.tree_mask.shape) == (3, 16, 16)

@@ -16,9 +16,8 @@ from specheads.drafters import growing
 from specheads.drafters import heads as drafter_module
 from specheads.drafters.contract import FINAL, Candidates
 from specheads.drafters.growing import Grown
-from specheads.drafters.heads import HeadsDrafter, static_drafter
+from specheads.drafters.heads import HeadsDrafter, HeadsState, heads_drafter
 from specheads.models.heads import MedusaHeads
-from specheads.models.kinds import embedding
 from specheads.models.output import OutputLayer
 from specheads.verification.sampling import Sampler
 from tests.drafters.test_sequential import build, one_by_one, prefill
@@ -32,8 +31,7 @@ def drafter_of(
 ) -> HeadsDrafter:
     """Return a drafter; the output layer squashes logits, as some models' do."""
     output = OutputLayer(base.lm_head, scale=2.0, softcap=8.0)
-    embed = embedding(base, heads)
-    return HeadsDrafter(heads, output, Grown(num_nodes, **settings), embed)
+    return heads_drafter(base, heads, output, Grown(num_nodes, **settings))
 
 
 def every_prefix(
@@ -137,7 +135,7 @@ def test_guesses_in_two_waves_are_those_of_level_after_level(
     drawn = Sampler(temperature=0.7, top_k=50, seed=3)
     read = replace(prefill(tiny_llama, 3), sampler=drawn, vocab_size=272)
     grown = drafter_of(tiny_llama, heads, 12, width=12, temperatures=TEMPERATURES)
-    for drafter in (grown, static_drafter(tiny_llama, heads, grown.output, default_tree(3, 12))):
+    for drafter in (grown, heads_drafter(tiny_llama, heads, grown.output, default_tree(3, 12))):
         at_once = drafter.propose(drafter.start(read))
         assert drafter.linked
         drafter.linked = False
@@ -154,11 +152,11 @@ def test_nothing_waits_for_the_device(tiny_llama: LlamaForCausalLM, kind: str) -
     """A synchronisation per level costs a GPU more than the tree gains."""
     heads = build(tiny_llama, kind)
     drafter = drafter_of(tiny_llama, heads, 12)
-    walk = drafter.steps()(torch.randn(2, 32), torch.tensor([3, 4]))
+    state = HeadsState(torch.tensor([3, 4]), torch.randn(2, 32), drafter.steps())
     growing._starts_above.cache_clear()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):  # has no values: reading one raises
-            parents, _, values = drafter.grow(walk)
+            parents, _, values = drafter.grow(state)
     finally:
         growing._starts_above.cache_clear()
     assert tuple(parents.shape) == tuple(values.shape) == (2, 12)

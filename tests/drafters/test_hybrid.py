@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from specheads.attention.tree import Tree, batched, default_tree
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import FINAL, TRUNK, Candidates, Drafter, Prefill, StepResult
-from specheads.drafters.growing import pack
-from specheads.drafters.heads import dynamic_drafter, static_drafter
+from specheads.drafters.growing import Grown, pack
+from specheads.drafters.heads import heads_drafter
 from specheads.drafters.length import StepCosts
 from specheads.drafters.lookahead import LookaheadDrafter
 from specheads.drafters.lookup import NgramDrafter, SuffixDrafter
@@ -205,8 +205,8 @@ def test_a_hybrid_accepts_what_its_best_member_would(
 
     def member() -> Drafter:
         if dynamic:
-            return dynamic_drafter(base, heads, output, 12)
-        return static_drafter(base, heads, output, default_tree(3, 12))
+            return heads_drafter(base, heads, output, Grown(12))
+        return heads_drafter(base, heads, output, default_tree(3, 12))
 
     plain = plain_decode(base, ids, **settings)
     truth = [row.new_tokens for row in plain.rows]

@@ -13,10 +13,9 @@ from transformers import LlamaForCausalLM
 from specheads.attention.tree import Tree, default_tree
 from specheads.drafters import heads as drafter_module
 from specheads.drafters.contract import FINAL, Prefill
-from specheads.drafters.heads import HeadsDrafter, static_drafter
+from specheads.drafters.heads import HeadsDrafter, heads_drafter
 from specheads.models import heads as heads_module
 from specheads.models.heads import MedusaHeads
-from specheads.models.kinds import embedding
 from specheads.models.output import OutputLayer, output_layer
 from tests.toys import full_logits
 
@@ -49,6 +48,7 @@ def build(base: LlamaForCausalLM, kind: str, std: float = 0.05, **more: Any) -> 
         for name, parameter in heads.named_parameters():
             scale = 6 if "markov" in name or "condition" in name else 1
             parameter.add_(scale * std * torch.randn_like(parameter))
+    heads.read_through(base)
     return heads.eval()
 
 
@@ -71,7 +71,7 @@ def one_by_one(
 
     def logits(path: tuple[int, ...]) -> Tensor:
         tokens = torch.tensor([root, *path, *[0] * (2 - len(path))])  # those behind it are not read
-        every = heads.logits(hidden, output, tokens, base.get_input_embeddings())
+        every = heads.logits(hidden, output, tokens)
         return full_logits(heads, every[len(path)])
 
     return logits
@@ -101,7 +101,7 @@ def test_each_node_continues_its_own_path(
     output = OutputLayer(tiny_llama.lm_head, scale=0.5, softcap=4.0)
     for tree in TREES:
         read = prefill(tiny_llama, 3)
-        drafter = static_drafter(tiny_llama, heads, output, tree)
+        drafter = heads_drafter(tiny_llama, heads, output, tree)
         candidates = drafter.propose(drafter.start(read))
         assert candidates.tree == tree and candidates.tokens[:, 0].equal(read.root)
         for row, hidden in enumerate(read.last_hidden(FINAL)):
@@ -114,7 +114,7 @@ def test_what_was_drafted_matters(tiny_llama: LlamaForCausalLM) -> None:
     """Heads whose guesses are the same under every parent would pass for sequential ones."""
     heads, output = build(tiny_llama, "hydra"), output_layer(tiny_llama)
     tree = Tree.from_choices([(0,), (1,), (2,), (0, 0), (1, 0), (2, 0)])
-    drafter = static_drafter(tiny_llama, heads, output, tree)
+    drafter = heads_drafter(tiny_llama, heads, output, tree)
     below = drafter.propose(drafter.start(prefill(tiny_llama))).tokens[:, 4:]
     assert len(set(below[0].tolist())) > 1
 
@@ -124,7 +124,7 @@ def test_what_was_drafted_matters(tiny_llama: LlamaForCausalLM) -> None:
 def test_weights_changed_in_between_are_noticed(tiny_llama: LlamaForCausalLM, kind: str) -> None:
     """Prevents drafting with stale tables during evaluations in training."""
     heads, output = build(tiny_llama, kind), output_layer(tiny_llama)
-    drafter = static_drafter(tiny_llama, heads, output, TREES[0])
+    drafter = heads_drafter(tiny_llama, heads, output, TREES[0])
     read = prefill(tiny_llama)
     drafter.propose(drafter.start(read))
     changed: list[Any] = [
@@ -137,7 +137,7 @@ def test_weights_changed_in_between_are_noticed(tiny_llama: LlamaForCausalLM, ki
     for parameter in changed:
         parameter.data.copy_(torch.randn_like(parameter))  # as engines do, unseen by autograd
         found = drafter.propose(drafter.start(read)).tokens
-        anew = static_drafter(tiny_llama, heads, output, TREES[0])
+        anew = heads_drafter(tiny_llama, heads, output, TREES[0])
         assert found.equal(anew.propose(anew.start(read)).tokens)
 
 
@@ -152,16 +152,15 @@ def test_narrow_weights_are_read_as_they_are(
         monkeypatch.setattr(heads_module, "MAX_TABLE", 0)
     base = tiny_llama.bfloat16()
     heads = build(base, kind).bfloat16()
-    output, embed = output_layer(base), embedding(base, heads)
     hidden, tokens = torch.randn(2, 32).bfloat16(), torch.randint(0, 272, (2, 3))
-    walk = heads.steps(output, embed, 3)()(hidden, tokens[:, 0])
+    walk = heads.steps(output_layer(base), 3)()(hidden, tokens[:, 0])
     exact, wide = copy.deepcopy(base).float(), copy.deepcopy(heads).float()
+    wide.read_through(exact)
     for i in range(3):
         if i:
-            walk.descend(tokens[:, i : i + 1], None)
+            walk.descend(tokens[:, i : i + 1], torch.tensor([0]))
         found = walk.logits()[:, 0]
-        given = hidden.float(), output_layer(exact), tokens, exact.get_input_embeddings()
-        expected = wide.logits(*given)[i]
+        expected = wide.logits(hidden.float(), output_layer(exact), tokens)[i]
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found.float(), expected, rtol=3e-2, atol=6e-2)
 
@@ -176,7 +175,7 @@ def test_parallel_heads_of_every_form_draft(tiny_llama: LlamaForCausalLM) -> Non
         if heads.token_map is not None:
             heads.token_map.copy_(torch.randperm(262)[:90].sort().values)
         read = prefill(tiny_llama)
-        drafter = static_drafter(tiny_llama, heads, output, TREES[2])
+        drafter = heads_drafter(tiny_llama, heads, output, TREES[2])
         with torch.no_grad():
             candidates = drafter.propose(drafter.start(read))
             logits = full_logits(heads, heads.logits(read.last_hidden(FINAL), output))
@@ -189,16 +188,18 @@ def test_parallel_heads_of_every_form_draft(tiny_llama: LlamaForCausalLM) -> Non
                 ValueError,
                 match="below the 90 tokens that the heads guess among, got 90",
             ):
-                static_drafter(tiny_llama, heads, output, Tree.from_choices([(90,)]))
+                heads_drafter(tiny_llama, heads, output, Tree.from_choices([(90,)]))
 
 
 def test_a_tree_must_fit_the_heads(tiny_llama: LlamaForCausalLM) -> None:
     """A tree deeper than the heads would index past them in the middle of a text."""
     heads, output = build(tiny_llama, "everything"), output_layer(tiny_llama)
     with pytest.raises(ValueError, match="at most 3, one per head, got 4"):
-        static_drafter(tiny_llama, heads, output, Tree.chain(4))
+        heads_drafter(tiny_llama, heads, output, Tree.chain(4))
     with pytest.raises(ValueError, match="below the 90 tokens that the heads guess among, got 90"):
-        static_drafter(tiny_llama, heads, output, Tree.from_choices([(90,)]))
-    assert embedding(tiny_llama, build(tiny_llama, "markov")) is None
+        heads_drafter(tiny_llama, heads, output, Tree.from_choices([(90,)]))
+    assert build(tiny_llama, "markov").embed is None
+    heads.embed = None
+    drafter = HeadsDrafter(heads, output, Tree.chain(2))
     with pytest.raises(ValueError, match="embed is None"):
-        HeadsDrafter(heads, output, Tree.chain(2))
+        drafter.propose(drafter.start(prefill(tiny_llama)))

@@ -39,14 +39,14 @@ def test_settings_change_the_speed_and_not_the_text(
     made: list[object] = []
     run: list[str] = []
 
-    make = exported.dynamic_drafter
+    make = exported.heads_drafter
 
-    def watch(*args: Any, **kwargs: Any) -> HeadsDrafter:
-        made.append(kwargs)
-        return make(*args, **kwargs)
+    def watch(*args: Any) -> HeadsDrafter:
+        made.append(args[-1])
+        return make(*args)
 
     real = torch.compile
-    monkeypatch.setattr(exported, "dynamic_drafter", watch)
+    monkeypatch.setattr(exported, "heads_drafter", watch)
     monkeypatch.setattr(
         torch, "compile", lambda f, mode=None: (run.append("compiled"), real(f, backend="eager"))[1]
     )
@@ -54,7 +54,8 @@ def test_settings_change_the_speed_and_not_the_text(
     expected = text_of(capsys, tiny_export)
     assert text_of(capsys, tiny_export, tree="dynamic", num_nodes=4) == expected
     assert text_of(capsys, tiny_export, compile=True) == expected
-    assert made == [{"temperatures": None}] and run == ["compiled"]
+    assert [each for each in made if isinstance(each, Grown)] == [Grown(4)]
+    assert run == ["compiled"]
     forward._compiled_forward.cache_clear()
     loose = text_of(capsys, tiny_export, acceptance="lossy_typical", epsilon=0.0, delta=0.0)
     assert loose != expected, "everything is accepted: the heads' own text"

@@ -62,7 +62,8 @@ def guesses(model: Any, heads: MtpHeads, text: Tensor, drafted: Tensor) -> Tenso
     length = final.shape[1]
     hidden = torch.cat([final, final.new_zeros(1, len(drafted) + 1, final.shape[2])], dim=1)
     tokens, positions = torch.cat([text, drafted])[None], torch.arange(hidden.shape[1])[None]
-    found = heads.contextual(hidden, positions, tokens, model.get_input_embeddings())
+    heads.read_through(model)
+    found = heads.contextual(hidden, positions, tokens)
     return heads.logits(found, output_layer(model))[:, 0, length - 1]
 
 

@@ -24,7 +24,7 @@ from specheads.config import (
     TrainConfig,
 )
 from specheads.decoding.loop import decode, plain_decode
-from specheads.drafters.heads import static_drafter
+from specheads.drafters.heads import heads_drafter
 from specheads.models.adapters import (
     adapter_parameters,
     add_adapter,
@@ -119,7 +119,7 @@ def rows_of(run_dir: Path) -> list[dict[str, float]]:
 def assert_decodes_as_plain(export: Export) -> None:
     """Compare tree with plain decoding of the same base, greedy and seeded."""
     output = output_layer(export.base)
-    drafter = static_drafter(export.base, export.heads, output, export.tree)
+    drafter = heads_drafter(export.base, export.heads, output, export.tree)
     accepted: list[int] = []
     for number, temperature in enumerate((0.0, 0.0, 0.7, 1.0)):
         text = ("def add(a, b):", "def neg(a):")[number % 2]

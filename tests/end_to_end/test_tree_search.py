@@ -24,9 +24,8 @@ from specheads.measure.hits import (
     Hits,
     Texts,
     collect_hits,
-    count_gains,
     decoded_gains,
-    dynamic_sizes,
+    drafter_gains,
     fit_temperatures,
     grow_static,
     static_gains,
@@ -74,9 +73,10 @@ def measure(golden: Export, drafter: Drafter, prompts: list[Tensor]) -> Gains:
     return decoded_gains(golden.base, drafter, texts, golden.heads.num_heads)
 
 
-def dynamic_gains(hits: list[list[Hits]], most: int, temperatures: list[float]) -> Gains:
-    """Count what trees grown at each step gain."""
-    return count_gains(hits, lambda _, text: dynamic_sizes(text, most, temperatures), most)
+def grown(golden: Export, most: int, temperatures: list[float]) -> HeadsDrafter:
+    """Return a drafter that grows trees at each step."""
+    shape = Grown(most, temperatures=temperatures)
+    return HeadsDrafter(golden.heads, output_layer(golden.base), shape)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -88,16 +88,13 @@ def test_expected_accept_length_is_within_5_percent_of_the_measured_one(
     Multiplying hit rates over all positions overstates it by 20% here, since misses come close
     together and steps start behind them.
     """
-    output = output_layer(golden.base)
     if dynamic:
-        temperatures = fit_temperatures(hits)
-        expected = dynamic_gains(hits, NUM_NODES, temperatures).lengths()[-1]
-        drafter: Drafter = HeadsDrafter(
-            golden.heads, output, Grown(NUM_NODES, temperatures=temperatures)
-        )
+        drafter = grown(golden, NUM_NODES, fit_temperatures(hits))
+        expected = drafter_gains(hits, drafter).lengths()[-1]
     else:
         expected = static_gains(hits, NUM_NODES).lengths()[-1]
-        drafter = HeadsDrafter(golden.heads, output, grow_static(hits, NUM_NODES))
+        shape = grow_static(hits, NUM_NODES)
+        drafter = HeadsDrafter(golden.heads, output_layer(golden.base), shape)
     gains = measure(golden, drafter, unseen[1::2])
     (came,) = gains.lengths()
     assert came > 1.5
@@ -107,13 +104,14 @@ def test_expected_accept_length_is_within_5_percent_of_the_measured_one(
 
 
 def test_measured_temperatures_pay_for_heads_too_sure_of_themselves(
-    hits: list[list[Hits]],
+    golden: Export, hits: list[list[Hits]]
 ) -> None:
     """The golden heads know their training texts by heart: as they say it, trees grow too deep."""
     temperatures = fit_temperatures(hits)
     assert min(temperatures) > 1.5
-    scaled = dynamic_gains(hits, 16, temperatures).lengths()[-1]
-    assert scaled > 1.08 * dynamic_gains(hits, 16, [1.0] * len(temperatures)).lengths()[-1]
+    scaled = drafter_gains(hits, grown(golden, 16, temperatures)).lengths()[-1]
+    bare = drafter_gains(hits, grown(golden, 16, [1.0] * len(temperatures))).lengths()[-1]
+    assert scaled > 1.08 * bare
 
 
 def search(checkpoint: Path, **settings: Any) -> None:

@@ -99,10 +99,9 @@ def ours(folder: Path, base: Path, ids: list[int]) -> Tensor:
     heads: Any = loaded.heads
     tokens, places = torch.tensor([ids]), torch.arange(len(ids))[None]
     hidden = packed_taps(loaded.base, tokens, places, heads.taps)[1]
-    embed = loaded.base.get_input_embeddings()
-    made = heads.contextual(hidden, places, tokens, embed)[:, :, AT]
+    made = heads.contextual(hidden, places, tokens)[:, :, AT]
     ahead = tokens[:, AT + 1 : AT + 1 + STEPS]
-    return full_logits(heads, heads.logits(made, output_layer(loaded.base), ahead, embed))[:, 0]
+    return full_logits(heads, heads.logits(made, output_layer(loaded.base), ahead))[:, 0]
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError
 from specheads.drafters.contract import Prefill
-from specheads.drafters.heads import HeadsDrafter, static_drafter
+from specheads.drafters.heads import HeadsDrafter, heads_drafter
 from specheads.models.checkpoint import load_heads, save_export
 from specheads.models.output import FINAL, output_layer, packed_taps
 from specheads.vllm_heads import PAST, UNSEEN, HeadsProposer, logger
@@ -146,7 +146,7 @@ class HiddenEngine(Engine):
     def reference(self) -> HeadsDrafter:
         """Our chain with the same heads."""
         base, chain = self.target.base, Tree.chain(NUM_HEADS)
-        return static_drafter(base, self.proposer.heads, output_layer(base), chain)
+        return heads_drafter(base, self.proposer.heads, output_layer(base), chain)
 
 
 class Asked:

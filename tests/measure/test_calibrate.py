@@ -165,7 +165,7 @@ def test_expectations_come_from_prompts_that_were_not_grown_from() -> None:
     generator = torch.Generator().manual_seed(0)
     nothing = torch.zeros(0)
     hits = [
-        [Hits(torch.randint(0, 10, (6, 1), generator=generator), nothing, nothing, nothing, True)]
+        [Hits(torch.randint(0, 10, (6, 1), generator=generator), nothing, nothing, True)]
         for _ in range(10)
     ]
     lengths = static_gains(hits, 11).lengths()

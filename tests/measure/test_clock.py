@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from specheads.attention.tree import default_tree
 from specheads.decoding import loop
 from specheads.decoding.result import DecodedRow
-from specheads.drafters.heads import static_drafter
+from specheads.drafters.heads import heads_drafter
 from specheads.measure.bench import Contest
 from specheads.measure.clock import Batch, Budget, Method, Prompt, clock, prompt_file
 from specheads.models.forward import ModelPass
@@ -126,7 +126,7 @@ def test_phases_add_up_to_their_step(
     output = OutputLayer(tiny_llama.lm_head)
     heads = MedusaHeads(3, 1, 32, 272, condition=sequential)
     heads.init_from_output(output.weight)
-    drafter = static_drafter(tiny_llama, heads.eval(), output, default_tree(3, 6))
+    drafter = heads_drafter(tiny_llama, heads.eval(), output, default_tree(3, 6))
     forward = tiny_llama.forward
     clock = 0.0
 

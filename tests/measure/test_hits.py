@@ -16,8 +16,8 @@ from specheads.attention.tree import Tree
 from specheads.config import ConfigError
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Drafter
-from specheads.drafters.growing import best_trees
-from specheads.drafters.heads import dynamic_drafter, static_drafter
+from specheads.drafters.growing import Grown, best_trees
+from specheads.drafters.heads import heads_drafter
 from specheads.measure import hits as module
 from specheads.measure.hits import (
     MISS,
@@ -27,7 +27,6 @@ from specheads.measure.hits import (
     acceptance,
     collect_hits,
     decoded_gains,
-    dynamic_sizes,
     fit_temperatures,
     gained,
     grow_nodes,
@@ -112,14 +111,11 @@ def compare_with_decoding(
         found = measure_hits(base, heads, output, prompt, plain.rows[0], sampler)
         if ends:  # the last step's root comes before the end, and nothing comes after that
             assert found.came[-1, 1:].isnan().all() and (found.ranks[-1, 1:] == MISS).all()
-        largest = dynamic_drafter(base, heads, output, 20, temperatures=scales)
-        if heads.sequential:
-            dynamic = grown_sizes(found, largest)
-        else:
-            dynamic = dynamic_sizes(found, 20, scales)
+        largest = heads_drafter(base, heads, output, Grown(20, temperatures=scales))
+        dynamic = grown_sizes(found, largest)
         ways: list[tuple[Drafter, list[int]]] = [
             (
-                static_drafter(base, heads, output, tree),
+                heads_drafter(base, heads, output, tree),
                 list(replay(tree, found.ranks, ended=ends)),
             )
             for tree in TREES
@@ -131,7 +127,7 @@ def compare_with_decoding(
                 length = int(accepted[root]) + 1
                 lengths.append(min(length, len(accepted) - root) if ends else length)
                 root += length
-            grown = dynamic_drafter(base, heads, output, nodes, temperatures=scales)
+            grown = heads_drafter(base, heads, output, Grown(nodes, temperatures=scales))
             ways.append((grown, lengths))
         for drafter, replayed in ways:
             decoded = decode(
@@ -175,7 +171,7 @@ def test_what_is_expected_is_what_comes(medusa: Medusa, num_nodes: int) -> None:
     tree = Tree.from_choices(
         [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 2)][: num_nodes - 1]
     )
-    gains = decoded_gains(base, static_drafter(base, heads, output, tree), texts, 3)
+    gains = decoded_gains(base, heads_drafter(base, heads, output, tree), texts, 3)
     for prompt, of_prompt in enumerate(hits):
         steps = [step for text in of_prompt for step in replay(tree, text.ranks, ended=text.ended)]
         assert gains.tokens[prompt].item() == sum(steps)
@@ -188,14 +184,15 @@ def test_one_growth_tells_every_size() -> None:
     logits = torch.randn(200, 4, 6, generator=generator).mul(2).sort(-1, descending=True).values
     ranks = torch.randint(0, 4, (200, 4), generator=generator).clamp(max=2)
     ranks[::7, 2] = MISS
-    norms = torch.stack([(logits / each).logsumexp(-1) for each in TEMPERATURES], dim=-1)
     temperatures = [0.5, 1.0, 2.0, 4.0]
-    hits = Hits(ranks, logits, logits[..., 0], norms, True)
-    needed = dynamic_sizes(hits, 40, temperatures)
     log_probs = (logits / torch.tensor(temperatures)[:, None]).log_softmax(-1).transpose(0, 1)
     accepted = []
+    below = log_probs[:, :, None].expand(-1, -1, 6, -1)
+    parents, slots, values = best_trees(40, below, torch.arange(6).expand_as(below))
+    guesses = torch.nn.functional.pad(slots % 6, (1, 0), value=-1)
+    needed = module._sizes_needed(parents, values, guesses, ranks)
     for size in (2, 3, 5, 9, 17, 40):
-        parents, slots, _ = best_trees(log_probs[:, :, None], size)
+        parents, slots, _ = best_trees(size, below, torch.arange(6).expand_as(below))
         for position in range(200):
             paths: list[tuple[int, ...]] = [()]
             for parent, slot in zip(parents[position, 1:], slots[position], strict=True):
@@ -220,15 +217,15 @@ def test_temperatures_are_found_again() -> None:
     came[-500:, 1] = torch.nan  # beyond the end of a text
     ranks[-500:, 1] = MISS
     norms = torch.stack([(logits / each).logsumexp(-1) for each in TEMPERATURES], dim=-1)
-    hits = Hits(ranks, logits.topk(10).values, came, norms, True)
+    hits = Hits(ranks, came, norms, True)
     assert fit_temperatures([[hits]]) == [2.0, 0.5]
     alive = ranks[:, 0] != MISS  # where the first head missed, the second is another
     norms[~alive, 1] = torch.stack(
         [(logits[~alive, 1] * 9 / t).logsumexp(-1) for t in TEMPERATURES], -1
     )
     came[~alive, 1] *= 9
-    assert fit_temperatures([[Hits(ranks, hits.logits, came, norms, True)]]) == [2.0, 0.5]
-    nothing = Hits(ranks[:0], logits[:0, :, :10], came[:0], norms[:0], True)
+    assert fit_temperatures([[Hits(ranks, came, norms, True)]]) == [2.0, 0.5]
+    nothing = Hits(ranks[:0], came[:0], norms[:0], True)
     assert fit_temperatures([[nothing]]) == [1.0, 1.0]
 
 
@@ -249,7 +246,7 @@ def choices(ranks: Tensor, num_nodes: int) -> set[tuple[int, ...]]:
 def hits_of(ranks: Tensor, ended: bool = True) -> Hits:
     """Return hits that hold nothing but ranks."""
     nothing = torch.zeros(0)
-    return Hits(ranks, nothing, nothing, nothing, ended)
+    return Hits(ranks, nothing, nothing, ended)
 
 
 @given(

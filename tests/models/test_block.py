@@ -18,7 +18,7 @@ from transformers.generation.candidate_generator import DFlashTokenCandidateGene
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError, HeadsConfig, LossConfig
 from specheads.decoding.loop import decode, plain_decode
-from specheads.drafters.heads import static_drafter
+from specheads.drafters.heads import heads_drafter
 from specheads.losses.cross_entropy import IGNORE, shift_labels
 from specheads.models.block import BlockForm, BlockHeads, joined_taps, published_taps
 from specheads.models.checkpoint import KINDS
@@ -45,7 +45,8 @@ def made_of(
 ) -> Tensor:
     """Return ``contextual`` of texts."""
     hidden = packed_taps(base, ids, positions, heads.taps)[1]
-    return heads.contextual(hidden, positions, ids, base.get_input_embeddings(), **asked)
+    heads.read_through(base)
+    return heads.contextual(hidden, positions, ids, **asked)
 
 
 def test_documents_do_not_see_each_other(tiny_llama: LlamaForCausalLM, heads: Tapped) -> None:
@@ -73,18 +74,18 @@ def test_a_guess_knows_nothing_of_what_it_guesses(
     """A guess that saw what it guesses is right in training, and wrong ever after."""
     ids, positions, at = torch.randint(0, 256, (1, 70)), torch.arange(70)[None], 40
     hidden = packed_taps(tiny_llama, ids, positions, heads.taps)[1]
-    embed = tiny_llama.get_input_embeddings()
-    found = heads.contextual(hidden, positions, ids, embed)
+    heads.read_through(tiny_llama)
+    found = heads.contextual(hidden, positions, ids)
     states = hidden.clone()
     states[:, at + 1 :].normal_()
     for i in range(heads.num_heads):  # head i of EAGLE-3 is told i tokens behind the root
         others, known = ids.clone(), at + 2 + (i if heads.kind == "eagle3" else 0)
         others[:, known:] = torch.randint(0, 256, others[:, known:].shape)
-        again = heads.contextual(states, positions, others, embed)
+        again = heads.contextual(states, positions, others)
         assert torch.equal(again[i, :, at], found[i, :, at])
         if i and heads.kind == "eagle3":
             others[:, known - 1] = (others[:, known - 1] + 1) % 256
-            again = heads.contextual(states, positions, others, embed)
+            again = heads.contextual(states, positions, others)
             assert not torch.allclose(again[i, :, at], found[i, :, at], atol=1e-3)
     for changed in ("root", "state"):
         tokens, states = ids.clone(), hidden.clone()
@@ -92,7 +93,7 @@ def test_a_guess_knows_nothing_of_what_it_guesses(
             tokens[:, at + 1] = (tokens[:, at + 1] + 1) % 256
         else:
             states[:, at].normal_()
-        other = heads.contextual(states, positions, tokens, embed)[:, :, at]
+        other = heads.contextual(states, positions, tokens)[:, :, at]
         assert not torch.allclose(other, found[:, :, at], atol=1e-3), changed
 
 
@@ -273,7 +274,7 @@ def test_transformers_drafts_the_same(
     )
     plain = plain_decode(tiny_llama, prompt, max_new_tokens=24).new_tokens
     assert theirs[0, 9:].tolist() == plain
-    drafter = static_drafter(
+    drafter = heads_drafter(
         tiny_llama, heads, output_layer(tiny_llama), Tree.chain(heads.num_heads)
     )
     ours: list[list[int]] = []

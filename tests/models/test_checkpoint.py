@@ -402,11 +402,11 @@ def test_every_kind_of_heads_comes_back(
     assert loaded.kind == heads.kind and loaded.state_dict().keys() == heads.state_dict().keys()
     assert all(torch.equal(v, heads.state_dict()[k]) for k, v in loaded.state_dict().items())
     hidden, tokens = torch.randn(2, 4, 32), torch.randint(0, 272, (2, 4, 3))
-    embed, output = torch.nn.Embedding(272, 32), OutputLayer(torch.nn.Linear(32, 272))
+    output, heads.embed = OutputLayer(torch.nn.Linear(32, 272)), loaded.embed
     positions = torch.arange(4).expand(2, 4)
     with torch.no_grad():
         expected, found = (
-            each.logits(each.contextual(hidden, positions), output, tokens, embed)
+            each.logits(each.contextual(hidden, positions), output, tokens)
             for each in (heads, loaded)
         )
     torch.testing.assert_close(found, expected)  # loaded heads multiply with packed weights

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from specheads.attention.tree import Tree
 from specheads.config import HeadsConfig, MtpConfig
 from specheads.decoding.loop import decode, plain_decode
-from specheads.drafters.heads import static_drafter
+from specheads.drafters.heads import heads_drafter
 from specheads.models.block import BlockHeads
 from specheads.models.blocks import prefix_sizes
 from specheads.models.checkpoint import KINDS, as_loaded, named_tensors
@@ -117,7 +117,8 @@ def read(base: LlamaForCausalLM, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """Return a text [1, T], the base's hidden states there, and what ``features`` takes of them."""
     ids, positions = torch.randint(0, 256, (1, 12)), torch.arange(12)[None]
     hidden = packed_taps(base, ids, positions, heads.taps)[1]
-    return ids, hidden, heads.contextual(hidden, positions, ids, base.get_input_embeddings())
+    heads.read_through(base)
+    return ids, hidden, heads.contextual(hidden, positions, ids)
 
 
 def test_heads_are_loaded_in_the_dtype_that_is_fast(heads: Heads) -> None:
@@ -155,14 +156,14 @@ def test_a_config_and_the_tensors_are_all_of_them(
         assert getattr(found, key) == getattr(heads, key), key
     for key in heads.unseen_settings:
         assert getattr(found, key) == getattr(heads, key), key
-    output, embed = output_layer(tiny_llama), tiny_llama.get_input_embeddings()
     ids, hidden, source = read(tiny_llama, heads)
-    other = found.contextual(hidden, torch.arange(12)[None], ids, embed)
+    output, found.embed = output_layer(tiny_llama), heads.embed
+    other = found.contextual(hidden, torch.arange(12)[None], ids)
     ahead = ids.unfold(1, NUM_HEADS, 1)
     cut = slice(0, ahead.shape[1])
     torch.testing.assert_close(
-        found.logits(other[..., cut, :], output, ahead, embed),
-        heads.logits(source[..., cut, :], output, ahead, embed),
+        found.logits(other[..., cut, :], output, ahead),
+        heads.logits(source[..., cut, :], output, ahead),
     )
 
 
@@ -174,20 +175,19 @@ def test_what_is_trained_is_what_decodes(tiny_llama: LlamaForCausalLM, heads: He
     the heads' own cache, which has read the text in two pieces.
     """
     output = OutputLayer(tiny_llama.lm_head, scale=0.5, softcap=4.0)
-    embed = tiny_llama.get_input_embeddings()
     ids, hidden, source = read(tiny_llama, heads)
     for t in (5, 8):
         tokens = ids[:, t + 1 : t + 1 + NUM_HEADS]
         here = source[..., t, :]
-        logits = heads.logits(here, output, tokens, embed)  # [K, 1, V']
+        logits = heads.logits(here, output, tokens)  # [K, 1, V']
         assert logits.shape == (NUM_HEADS, 1, heads.num_outputs)
         for i in range(NUM_HEADS):
             matrix = heads.output_weight(i, output.weight)
             first = heads.output_weight(0, output.weight)
             assert not heads.one_matrix or torch.equal(matrix, first)
-            features = heads.features(i, here, tokens, embed).to(matrix.dtype)
+            features = heads.features(i, here, tokens).to(matrix.dtype)
             torch.testing.assert_close(heads.finish(F.linear(features, matrix), output), logits[i])
-        start, memory = hidden[:, t], heads.memory(1, embed)
+        start, memory = hidden[:, t], heads.memory(1)
         for piece in (slice(0, 4), slice(4, t + 1)) if memory is not None else ():
             after = ids[:, piece.start + 1 : piece.stop + 1]
             assert memory is not None
@@ -195,13 +195,10 @@ def test_what_is_trained_is_what_decodes(tiny_llama: LlamaForCausalLM, heads: He
         if not heads.sequential:
             found = heads.snapshot(output)(start)
         else:
-            walk, steps = (
-                heads.steps(output, embed, NUM_HEADS)()(start, tokens[:, 0], memory),
-                [],
-            )
+            walk, steps = heads.steps(output, NUM_HEADS)()(start, tokens[:, 0], memory), []
             for depth in range(NUM_HEADS):
                 if depth:
-                    walk.descend(tokens[:, depth : depth + 1], None)
+                    walk.descend(tokens[:, depth : depth + 1], torch.tensor([0]))
                 assert walk.depth == depth and walk.tokens.equal(tokens[:, depth : depth + 1])
                 steps.append(walk.logits()[:, 0])
             found = torch.stack(steps)
@@ -222,7 +219,7 @@ def test_places_and_tokens_are_inverse(heads: Heads) -> None:
 
 def test_decoding_is_plain_decoding(tiny_llama: LlamaForCausalLM, heads: Heads) -> None:
     """A drafter that is made for a kind from what it says must not change the text."""
-    drafter = static_drafter(tiny_llama, heads, output_layer(tiny_llama), Tree.chain(NUM_HEADS))
+    drafter = heads_drafter(tiny_llama, heads, output_layer(tiny_llama), Tree.chain(NUM_HEADS))
     prompt = torch.randint(0, 256, (1, 7))
     plain = plain_decode(tiny_llama, prompt, max_new_tokens=12).new_tokens
     assert decode(tiny_llama, drafter, prompt, max_new_tokens=12).new_tokens == plain

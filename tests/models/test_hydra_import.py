@@ -53,22 +53,22 @@ def foreign(
 
 
 @torch.no_grad()
-def inputs(export: Export) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """Return hidden states [2, T, d], token ids [2, T + K] and the base's embedding."""
+def inputs() -> tuple[Tensor, Tensor]:
+    """Return hidden states [2, T, d] and token ids [2, T + K]."""
     generator = torch.Generator().manual_seed(4)
     hidden = torch.randn(2, LENGTH, SIZE, generator=generator)
     ids = torch.randint(0, 256, (2, LENGTH + HEADS), generator=generator)
-    return hidden, ids, export.base.get_input_embeddings()
+    return hidden, ids
 
 
 @torch.no_grad()
 def said(export: Export) -> tuple[Tensor, Tensor]:
     """Return the logits [K, 2, T, V] of imported heads, and what they read [2, T, d]."""
-    hidden, ids, embed = inputs(export)
+    hidden, ids = inputs()
     heads, output = export.heads, output_layer(export.base)
-    read = heads.contextual(hidden, torch.arange(LENGTH).expand(2, -1), ids, embed)
+    read = heads.contextual(hidden, torch.arange(LENGTH).expand(2, -1), ids)
     after = torch.stack([ids[:, j : j + LENGTH] for j in range(1, HEADS + 1)], dim=-1)
-    return heads.logits(read, output, after, embed), read
+    return heads.logits(read, output, after), read
 
 
 KINDS = {
@@ -93,20 +93,20 @@ def test_the_heads_say_what_they_said(
     assert info["kind"] == ("hydra" if grounded else "medusa")
     assert info["num_layers"] == num_layers - grounded and info.get("joined", False) == grounded
     export = load_export(back)
-    hidden, ids, embed = inputs(export)
+    hidden, ids = inputs()
     with torch.no_grad():
-        expected = heads.logits(hidden, embed(ids))
+        expected = heads.logits(hidden, export.base.get_input_embeddings()(ids))
     found, read = said(export)
     torch.testing.assert_close(found, expected, **CLOSE)
 
     # asked level by level, as while decoding
     output = output_layer(export.base)
     with torch.no_grad():
-        walk = export.heads.steps(output, embed, HEADS)()(read[:, -1], ids[:, LENGTH])
+        walk = export.heads.steps(output, HEADS)()(read[:, -1], ids[:, LENGTH])
         for i in range(HEADS):
             torch.testing.assert_close(walk.logits()[:, 0], expected[i, :, -1], **CLOSE)
             if i + 1 < HEADS:
-                walk.descend(ids[:, LENGTH + i + 1, None], None)
+                walk.descend(ids[:, LENGTH + i + 1, None], torch.tensor([0]))
     if prefix:  # token by token, as while decoding
         memory: Any = export.heads.memory(2)
         with torch.no_grad():

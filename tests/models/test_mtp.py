@@ -31,7 +31,8 @@ def build(base: PreTrainedModel, variant: str = "parallel", **options: Any) -> M
 def run(heads: MtpHeads, base: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the base's final hidden states, and what the heads make of those they read."""
     hidden, tapped = packed_taps(base, ids, POSITIONS, heads.taps)
-    return hidden, heads.contextual(tapped, POSITIONS, ids, base.get_input_embeddings())
+    heads.read_through(base)
+    return hidden, heads.contextual(tapped, POSITIONS, ids)
 
 
 def random_ids() -> Tensor:
@@ -122,6 +123,7 @@ def test_dropout_is_the_same_in_backward(variant: str) -> None:
     """Layers made again with other units dropped give gradients of another network."""
     base = zoo.build("llama", attention_dropout=0.5)
     heads = build(base, variant).train()
+    heads.read_through(base)
     zoo.redraw(heads, seed=2)  # type: ignore[arg-type]
     hidden, ids = torch.randn(*POSITIONS.shape, heads.hidden_size), random_ids()
     grads = []
@@ -131,7 +133,7 @@ def test_dropout_is_the_same_in_backward(variant: str) -> None:
             for layer in heads.layers:
                 layer.train()
         torch.manual_seed(5)
-        found = heads.contextual(hidden, POSITIONS, ids, base.get_input_embeddings())
+        found = heads.contextual(hidden, POSITIONS, ids)
         heads.zero_grad()
         (found * torch.randn(found.shape)).sum().backward()
         grads.append([p.grad.clone() for p in heads.parameters() if p.grad is not None])
@@ -142,13 +144,14 @@ def test_dropout_is_the_same_in_backward(variant: str) -> None:
 def test_activations_of_one_layer_exist_at_a_time(variant: str) -> None:
     """Kept for all heads at once, they cost as much memory as so many more layers of the trunk."""
     base = zoo.build("llama")
-    embed = base.get_input_embeddings()
+    embedding = base.get_input_embeddings()
     kept: dict[int, int] = {}
     counts = []
     for num_heads in (1, 5):
         heads = MtpHeads(num_heads, block_config(base.config), zoo.VOCAB, variant=variant).train()
+        heads.read_through(base)
         hidden = torch.randn(*POSITIONS.shape, heads.hidden_size, requires_grad=True)
-        own = {p.data_ptr() for p in [*heads.parameters(), *embed.parameters()]}
+        own = {p.data_ptr() for p in [*heads.parameters(), *embedding.parameters()]}
         kept.clear()
 
         def keep(tensor: Tensor, own: set[int] = own) -> Tensor:
@@ -157,7 +160,7 @@ def test_activations_of_one_layer_exist_at_a_time(variant: str) -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            found = heads.contextual(hidden, POSITIONS, random_ids(), embed)
+            found = heads.contextual(hidden, POSITIONS, random_ids())
         counts.append(sum(kept.values()))
         del found
     state = POSITIONS.numel() * base.config.hidden_size * 4  # one [B, T, d]
@@ -174,8 +177,7 @@ def test_a_start_is_that_of_its_variant() -> None:
         heads.init_from_base(base)
         with torch.no_grad():
             hidden, found = run(heads, base, ids)
-            embed = base.get_input_embeddings()
-            other = heads.contextual(hidden, POSITIONS, random_ids(), embed)
+            other = heads.contextual(hidden, POSITIONS, random_ids())
         torch.testing.assert_close(other, found, rtol=0, atol=0)
         matrix = base.get_output_embeddings().weight
         assert all(torch.equal(heads.output_weight(i, matrix * 0), matrix) for i in range(2))

@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 from specheads.attention.tree import Tree, batched, default_tree
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import Candidates, Prefill, StepResult
-from specheads.drafters.heads import HeadsState, dynamic_drafter, static_drafter
+from specheads.drafters.growing import Grown
+from specheads.drafters.heads import HeadsState, heads_drafter
 from specheads.measure.calibrate import Search, calibrate
 from specheads.measure.clock import pad_left
-from specheads.measure.hits import Texts, dynamic_sizes, fit_temperatures, measure_hits
+from specheads.measure.hits import Texts, fit_temperatures, grown_sizes, measure_hits
 from specheads.models.base import input_embedding
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import TRUNK, capture_hidden, output_layer
@@ -156,9 +157,9 @@ def test_decoding_is_exact_and_remembers_what_was_committed(
     plain = plain_decode(base, ids, **settings)
     output = output_layer(base)
     fast = (
-        dynamic_drafter(base, heads, output, 12)
+        heads_drafter(base, heads, output, Grown(12))
         if dynamic
-        else static_drafter(base, heads, output, TREE)
+        else heads_drafter(base, heads, output, TREE)
     )
     drafter = Slow(fast, base)
     result = decode(base, drafter, ids, **settings)
@@ -179,16 +180,16 @@ def test_hits_are_what_decoding_gains(variant: str, temperature: float, ends: bo
     eos = (plain.new_tokens[20],) if ends else ()
     plain = plain_decode(base, prompt, max_new_tokens=30, sampler=sampler, eos_token_ids=eos)
     found = measure_hits(base, heads, output, prompt, plain.rows[0], sampler)
-    assert found.hidden is None and (found.ranks[:, 0] < 3).any()
-    drafter = static_drafter(base, heads, output, TREE)
+    assert (found.ranks[:, 0] < 3).any()
+    drafter = heads_drafter(base, heads, output, TREE)
     settings: dict[str, Any] = {"sampler": sampler, "max_new_tokens": 30, "eos_token_ids": eos}
     steps = decode(base, drafter, prompt, **settings).accept_lengths
     counted = list(replay(TREE, found.ranks, ended=ends))
     assert counted == steps[: len(counted)] and max(counted) > 1
     scales = fit_temperatures([[found]])
-    grown = dynamic_drafter(base, heads, output, 8, temperatures=scales)
+    grown = heads_drafter(base, heads, output, Grown(8, temperatures=scales))
     steps = decode(base, grown, prompt, **settings).accept_lengths
-    accepted, counted = (dynamic_sizes(found, 8, scales) <= 8).sum(1).tolist(), []
+    accepted, counted = (grown_sizes(found, grown) <= 8).sum(1).tolist(), []
     while sum(counted) < len(accepted):
         counted.append(min(accepted[sum(counted)] + 1, len(accepted) - sum(counted) if ends else 9))
     assert counted == steps[: len(counted)]

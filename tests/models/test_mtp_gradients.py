@@ -336,7 +336,8 @@ def test_a_slot_sees_its_own_past_only(variant: str) -> None:
     batch = pack([[torch.randint(0, zoo.VOCAB, (n,)) for n in lengths]])
     hidden = torch.randn(1, LENGTH, heads.hidden_size, requires_grad=True)
     read = torch.randn(1, LENGTH, heads.hidden_size, requires_grad=True)  # in place of embeddings
-    found = heads.contextual(hidden, batch["position_ids"], batch["input_ids"], lambda _: read)
+    heads.embed = lambda _: read
+    found = heads.contextual(hidden, batch["position_ids"], batch["input_ids"])
     segments, at = batch["segment_ids"][0], torch.arange(LENGTH)
     for i in range(3):
         # around the borders of documents, and in the middle of one

@@ -54,7 +54,8 @@ def guesses(base: Any, heads: MtpHeads) -> Tensor:
     """Return the logits [K, 1, T, V] of the heads over IDS."""
     positions = torch.arange(IDS.shape[1])[None]
     _, hidden = packed_taps(base, IDS, positions, heads.taps)
-    found = heads.contextual(hidden, positions, IDS, base.get_input_embeddings())
+    heads.read_through(base)
+    found = heads.contextual(hidden, positions, IDS)
     return heads.logits(found, output_layer(base))
 
 

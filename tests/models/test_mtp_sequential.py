@@ -17,7 +17,7 @@ from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters import growing
 from specheads.drafters.contract import FINAL, Candidates, Drafter, Prefill, StepResult
 from specheads.drafters.growing import Grown
-from specheads.drafters.heads import HeadsDrafter, dynamic_drafter, static_drafter
+from specheads.drafters.heads import HeadsDrafter, heads_drafter
 from specheads.measure.hits import (
     Texts,
     collect_hits,
@@ -28,7 +28,6 @@ from specheads.measure.hits import (
     pad_left,
     static_sizes,
 )
-from specheads.models.kinds import embedding
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import OutputLayer, capture_hidden, output_layer
 from specheads.verification.sampling import Sampler
@@ -113,7 +112,7 @@ def slow_logits(
         behind = tokens.shape[1] - hidden.shape[1]
         padded = F.pad(hidden, (0, 0, 0, behind), value=7.0).expand(len(paths), -1, -1)
         places = torch.arange(tokens.shape[1]).expand(len(paths), -1)
-        made = heads.contextual(padded, places, tokens, base.get_input_embeddings())
+        made = heads.contextual(padded, places, tokens)
         return heads.logits(made[:, :, len(text) - 2], output)[len(paths[0])]
 
     return logits
@@ -190,7 +189,7 @@ def test_every_node_of_a_tree_is_what_the_whole_text_says(kind: str) -> None:
     """A key of a refused token, a sibling's or another module's only shows as low acceptance."""
     base, heads = build(kind)
     output = OutputLayer(base.get_output_embeddings(), scale=0.5, softcap=4.0)
-    drafter = static_drafter(base, heads, output, WIDE)
+    drafter = heads_drafter(base, heads, output, WIDE)
     found = []
     for sizes in ((9,), SIZES):
         watched, lengths = run(base, drafter, prompts(sizes), max_new_tokens=12)
@@ -211,7 +210,7 @@ def test_every_form_of_heads_drafts_what_it_learnt(more: dict[str, Any]) -> None
     base, heads = build(num_heads=4, **more)
     output = output_layer(base)
     chain = Tree.chain(4)
-    watched, _ = run(base, static_drafter(base, heads, output, chain), prompts((1, 5)))
+    watched, _ = run(base, heads_drafter(base, heads, output, chain), prompts((1, 5)))
     for texts, candidates in watched.proposed:
         for row, text in enumerate(texts):
             expected = slow_paths(slow_logits(base, heads, output, text), chain)
@@ -230,7 +229,7 @@ def test_grown_trees_hold_the_best_of_all_prefixes(
     base, heads = build(kind)
     output = OutputLayer(base.get_output_embeddings(), scale=0.5)
     shape = Grown(20, num_ranks=4, width=20)
-    drafter = HeadsDrafter(heads, output, shape, base.get_input_embeddings())
+    drafter = heads_drafter(base, heads, output, shape)
     for sizes in ((9,), SIZES):
         watched, lengths = run(base, drafter, prompts(sizes), max_new_tokens=9)
         assert min(lengths) == 1 < max(lengths)
@@ -247,9 +246,9 @@ def test_decoding_is_plain_decoding(kind: str, dynamic: bool) -> None:
     base, heads = build(kind)
     base, heads = base.float(), heads.float()
     output = output_layer(base)
-    drafter: Drafter = static_drafter(base, heads, output, WIDE)
+    drafter: Drafter = heads_drafter(base, heads, output, WIDE)
     if dynamic:
-        drafter = dynamic_drafter(base, heads, output, 24)
+        drafter = heads_drafter(base, heads, output, Grown(24))
     for temperature in (0.0, 1.0):
         _, lengths = run(base, drafter, prompts((5, 3, 8)), temperature, max_new_tokens=16)
         assert min(lengths) == 1 < max(lengths)
@@ -261,18 +260,17 @@ def test_narrow_heads_draft_behind_a_wide_base() -> None:
     base, heads = build()
     base, heads = base.float(), heads.bfloat16()
     output = output_layer(base)
-    run(base, static_drafter(base, heads, output, WIDE), prompts())
+    run(base, heads_drafter(base, heads, output, WIDE), prompts())
     text = prompts((12,))[0][0].tolist()
     wide = copy.deepcopy(heads).float()
     expected = slow_logits(base, wide, output, text)([(1, 2)])
-    embed = base.get_input_embeddings()
-    memory: Any = heads.memory(1, embed)
+    memory: Any = heads.memory(1)
     with capture_hidden(base, (FINAL,)) as captured:
         base(input_ids=torch.tensor([text[:-1]]), use_cache=False)
     memory, made = memory.append(captured[FINAL], [11], torch.tensor([text[1:]]))
-    walk = heads.steps(output, embed, 3)()(made, torch.tensor(text[-1:]), memory)
+    walk = heads.steps(output, 3)()(made, torch.tensor(text[-1:]), memory)
     for token in (1, 2):
-        walk.descend(torch.tensor([[token]]), None)
+        walk.descend(torch.tensor([[token]]), torch.tensor([0]))
     torch.testing.assert_close(walk.logits()[:, 0].float(), expected, rtol=0.1, atol=0.1)
 
 
@@ -282,7 +280,7 @@ def test_a_window_ends_within_the_tree() -> None:
     base, heads = build("mistral-window", num_heads=4)
     heads.config.sliding_window = 2
     output, chain = output_layer(base), Tree.chain(4)
-    watched, _ = run(base, static_drafter(base, heads, output, chain), prompts((1, 5)))
+    watched, _ = run(base, heads_drafter(base, heads, output, chain), prompts((1, 5)))
     for texts, candidates in watched.proposed:
         for row, text in enumerate(texts):
             expected = slow_paths(slow_logits(base, heads, output, text), chain)
@@ -293,11 +291,11 @@ def test_a_window_ends_within_the_tree() -> None:
 def test_reading_in_pieces_is_reading_at_once() -> None:
     """Room that grows, rows that wait, and rows that are dropped must not lose what was read."""
     base, heads = build("mistral-window")
-    embed = base.get_input_embeddings()
+    heads.read_through(base)
     lengths = (300, 7, 40)
     hidden = torch.randn(3, 300, 32, dtype=torch.float64)
     tokens = torch.randint(0, VOCAB, (3, 300))
-    memory, read = heads.memory(3, embed), [0, 0, 0]
+    memory, read = heads.memory(3), [0, 0, 0]
     while read != [*lengths]:
         most = torch.randint(0, 90, (3,)).tolist()
         counts = [min(n - m, many) for n, m, many in zip(lengths, read, most, strict=True)]
@@ -314,7 +312,7 @@ def test_reading_in_pieces_is_reading_at_once() -> None:
     for row, length in enumerate(lengths):
         text = torch.cat([tokens.new_zeros(1), tokens[row, :length]])[None]
         padded = F.pad(hidden[row : row + 1, :length], (0, 0, 0, 1))
-        expected = heads.contextual(padded, places[:, : length + 1], text, embed)
+        expected = heads.contextual(padded, places[:, : length + 1], text)
         for k in range(3):
             # the rotary table is float32, and counts from elsewhere
             torch.testing.assert_close(
@@ -342,18 +340,18 @@ def test_trees_of_all_sizes_are_counted_as_they_decode(temperature: float) -> No
     def grown_of(size: int) -> HeadsDrafter:
         # all nodes of a level are asked, so that a smaller tree holds the best of the largest
         shape = Grown(size, temperatures=scales, width=24)
-        return HeadsDrafter(heads, output, shape, embedding(base, heads))
+        return heads_drafter(base, heads, output, shape)
 
     nodes = grow_nodes(hits, 24)
     largest = grown_of(24)
-    dynamic = drafter_gains(hits, largest, scales)
+    dynamic = drafter_gains(hits, largest)
     static = count_gains(hits, lambda _, text: static_sizes(nodes, text.ranks), len(nodes) + 1)
     for size in (2, 14):
         drafter = grown_of(size)
         tree = Tree.from_choices(nodes[: size - 1])
         for counted, tried in (
             (dynamic, drafter),
-            (static, static_drafter(base, heads, output, tree)),
+            (static, heads_drafter(base, heads, output, tree)),
         ):
             real = decoded_gains(base, tried, texts, 3)
             assert counted.tokens[:, size - 2].equal(real.tokens[:, 0])
@@ -366,9 +364,7 @@ def test_what_cannot_draft_is_refused() -> None:
     base, heads = build()
     output = output_layer(base)
     with pytest.raises(ValueError, match="embed is None"):
-        heads.memory(1)
-    with pytest.raises(ValueError, match="embed is None"):
-        HeadsDrafter(heads, output, Tree.chain(2))
+        heads.memory(1).append(torch.zeros(1, 1, 32), [1], torch.zeros(1, 1, dtype=torch.long))
     heads.config.layer_types = ["chunked_attention"]
     with pytest.raises(ValueError, match="attention of sequential MTP heads must be one of full"):
-        static_drafter(base, heads, output, Tree.chain(2))
+        heads_drafter(base, heads, output, Tree.chain(2))

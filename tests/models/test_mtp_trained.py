@@ -7,7 +7,7 @@ import torch
 from specheads.attention.tree import Tree
 from specheads.config.training import LossConfig
 from specheads.decoding.loop import decode
-from specheads.drafters.heads import static_drafter
+from specheads.drafters.heads import heads_drafter
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import output_layer
 from specheads.training.objectives import HeadsObjective
@@ -57,7 +57,7 @@ def test_a_tree_accepts_more_than_the_chain_of_the_same_heads() -> None:
     objective.eval()
     found = {}
     for name, tree in (("chain", Tree.chain(NUM_HEADS)), ("tree", TREE)):
-        drafter = static_drafter(base, heads, output_layer(base), tree)
+        drafter = heads_drafter(base, heads, output_layer(base), tree)
         lengths: list[int] = []
         for row, prompt in enumerate(walks(8, 8, generator.manual_seed(1))):
             sampler = Sampler(temperature=1.0, seed=row)

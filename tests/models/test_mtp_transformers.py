@@ -10,7 +10,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 from specheads.attention.tree import Tree
-from specheads.drafters.heads import static_drafter
+from specheads.drafters.heads import heads_drafter
 from specheads.models.mtp import MtpHeads, block_config
 from specheads.models.output import output_layer
 from tests import zoo
@@ -75,7 +75,7 @@ def test_a_chain_is_what_transformers_drafts(
     monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", noted)
     prompt = torch.randint(0, zoo.VOCAB, (1, 9))
     written = base.generate(prompt, use_mtp=True, max_new_tokens=40, do_sample=False)
-    chain = static_drafter(base, heads, output_layer(base), Tree.chain(3))
+    chain = heads_drafter(base, heads, output_layer(base), Tree.chain(3))
     watched, lengths = run(base, chain, [prompt], max_new_tokens=40)
     ours = [(texts[0], guesses.tokens[0, 1:].tolist()) for texts, guesses in watched.proposed]
     assert drafted == ours

@@ -14,7 +14,7 @@ from specheads.attention.cache import TreeCache
 from specheads.attention.tree import Tree, default_tree
 from specheads.decoding.loop import decode, plain_decode
 from specheads.drafters.contract import StepResult
-from specheads.drafters.heads import HeadsState, static_drafter
+from specheads.drafters.heads import HeadsState, heads_drafter
 from specheads.measure.clock import pad_left
 from specheads.models.blocks import prefix_sizes
 from specheads.models.heads import MedusaHeads
@@ -99,7 +99,7 @@ def test_the_layer_sees_the_whole_committed_text(
     truth = [plain_decode(tiny_llama, each, max_new_tokens=30).new_tokens for each in prompts]
     eos = (truth[0][12],) if len(prompts) > 1 else ()  # the first row ends before the others
     tree = default_tree(3, 12)
-    drafter = Watched(static_drafter(tiny_llama, heads, output_layer(tiny_llama), tree), tiny_llama)
+    drafter = Watched(heads_drafter(tiny_llama, heads, output_layer(tiny_llama), tree), tiny_llama)
     result = decode(
         tiny_llama,
         drafter,
@@ -122,7 +122,7 @@ def test_a_conversation_goes_on_behind_a_cache(tiny_llama: LlamaForCausalLM) -> 
     Compared with the layer at the text's true positions: only distances count.
     """
     heads, output = build(tiny_llama), output_layer(tiny_llama)
-    plain = static_drafter(tiny_llama, heads, output, Tree.chain(3))
+    plain = heads_drafter(tiny_llama, heads, output, Tree.chain(3))
     prompt, cache = torch.randint(0, 256, (1, 9)), TreeCache()
     first = decode(tiny_llama, plain, prompt, max_new_tokens=10, cache=cache)
     more = torch.cat([first.sequences, torch.randint(0, 256, (1, 4))], dim=1)

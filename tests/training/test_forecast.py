@@ -17,7 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specheads.config import ConfigError, HeadsConfig, LossConfig, PlanConfig
 from specheads.config.compose import composed as composed_config
 from specheads.models.adapters import require_grad
-from specheads.models.base import input_embedding
 from specheads.models.mtp import MtpHeads
 from specheads.models.output import OutputLayer, output_layer, packed_taps, with_final
 from specheads.system.files import conf_dir
@@ -218,10 +217,8 @@ def on_stored(
         "input_ids": ids, "labels": ids, "position_ids": positions, "hidden": hidden,
         "segment_ids": torch.ones_like(ids),
     }  # fmt: skip
-    objective = HeadsObjective(
-        None, heads, LossConfig(), train_base=False, output=output,
-        embed=lambda tokens: input_embedding(base)[tokens],
-    )  # fmt: skip
+    heads.read_through(base)
+    objective = HeadsObjective(None, heads, LossConfig(), train_base=False, output=output)
     return objective, batch
 
 

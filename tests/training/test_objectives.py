@@ -450,7 +450,7 @@ def one_by_one(objective: HeadsObjective, batch: Batch, kind: str) -> Tensor:
     """Return the heads' loss from its definition: document by document, position by position."""
     base, heads, pace = objective.base, objective.heads, objective.loss.pace
     assert base is not None
-    embed, output = base.get_input_embeddings(), objective.output
+    output = objective.output
     kept = heads.token_map if heads.token_map is not None else torch.arange(heads.vocab_size)
     sums = [torch.zeros(()) for _ in range(heads.num_heads)]
     counts = [0] * heads.num_heads
@@ -471,7 +471,7 @@ def one_by_one(objective: HeadsObjective, batch: Batch, kind: str) -> Tensor:
                         reached = 0.0
                         continue
                     ahead = ids[t + 1 : t + i + 2]
-                    features = heads.features(i, hidden[t], ahead, embed)
+                    features = heads.features(i, hidden[t], ahead)
                     matrix = heads.output_weight(i, output.weight)
                     logits = heads.finish(torch.nn.functional.linear(features, matrix), output)
                     right = float(logits.detach().softmax(-1)[kept == label].sum())
@@ -550,11 +550,8 @@ def test_kept_hidden_states_are_the_base_s(
         LossConfig(heads="soft", chunk_size=16),
         train_base=False,
         output=online.output,
-        embed=base.get_input_embeddings(),
     )
     assert_same(gradients(offline, {**batch, "hidden": hidden}), expected)
-    with pytest.raises(ValueError, match="without a base model, heads that read tokens need embed"):
-        HeadsObjective(None, online.heads, train_base=False, output=online.output)
     with pytest.raises(ValueError, match="without a base model there must be output"):
         HeadsObjective(None, online.heads, train_base=True, output=online.output)
 

@@ -17,7 +17,7 @@ from specheads.attention.tree import RowTrees, Tree
 from specheads.decoding.accept import BOUNDED, Acceptance
 from specheads.decoding.generate import SpecDecoder
 from specheads.drafters.contract import Candidates
-from specheads.drafters.heads import static_drafter
+from specheads.drafters.heads import heads_drafter
 from specheads.drafters.lookup import SuffixDrafter
 from specheads.models.heads import MedusaHeads
 from specheads.models.output import output_layer
@@ -337,7 +337,7 @@ def test_processors_that_keep_a_state_are_refused(drafter: str) -> None:
 
     heads = MedusaHeads(2, 1, model.config.hidden_size, zoo.VOCAB)
     tree = Tree.from_choices([(0,), (1,)])
-    by_heads = static_drafter(model, heads, output_layer(model), tree)
+    by_heads = heads_drafter(model, heads, output_layer(model), tree)
     made: Any = by_heads if drafter == "heads" else SuffixDrafter()
     decoder = SpecDecoder(model, made, acceptance=Acceptance("lossy_tv", bound=0.2))
     processors = LogitsProcessorList([forbids])  # type: ignore[list-item]
