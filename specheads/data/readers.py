@@ -10,24 +10,26 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import re
 import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from specheads.config import ConfigError, DataConfig
 from specheads.data.schema import RecordError, check_columns, naming, one_line, usable, wanted
+from specheads.models.manifest import depth, first_line
 from specheads.system.errors import need
 from specheads.system.hub import is_hub_error
 
 MAX_DEPTH = 64  # of objects and lists in a row; what reads them by recursion has a limit
 _BATCH = 256  # rows of a table that are converted at a time
 _BOM = b"\xef\xbb\xbf"
+_BETWEEN = re.compile(r"[\s,]*")  # the items of a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +181,22 @@ def text_lines(path: Path) -> Iterator[Row]:
 
 
 def _items(path: Path, max_bytes: int, row: int = 0, place: object = None) -> Iterator[Row]:
-    """Yield the items of the list in a .json file."""
+    """Yield the items of the list in a .json file, each to be parsed as a line is."""
     with _reading(path):
         text = path.read_bytes().decode("utf-8-sig")
     try:
-        items, _ = _loads(text)
+        number = len(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {one_line(error)}") from None
-    for i, item in enumerate(islice(items, row, None), row):
-        parse = partial(_item, item, max_bytes if len(text) > max_bytes else None)
-        yield Row(f"{path}[{i}]", f"{path.name}[{i}]", parse)
+    decode, end = json.JSONDecoder().raw_decode, text.index("[") + 1
+    for i in range(number):
+        between = _BETWEEN.match(text, end)
+        assert between is not None
+        _, end = decode(text, between.end())
+        if i >= row:
+            content = text[between.end() : end].encode()
+            parse = partial(_line, content, len(content), max_bytes)
+            yield Row(f"{path}[{i}]", f"{path.name}[{i}]", parse)
 
 
 def _table_rows(
@@ -222,7 +230,7 @@ def _table_rows(
         except OSError as error:  # ArrowInvalid is a ValueError, ArrowIOError an OSError
             raise ConfigError(f"cannot read {file}: {one_line(error.strerror or error)}") from None
         except (ArrowException, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {file}: {first_line(error)}") from None
+            raise ConfigError(f"cannot read {file}: {one_line(first_line(error))}") from None
 
 
 def _table_row(row: Any, max_bytes: int) -> object:
@@ -265,15 +273,22 @@ def _hub_rows(data: DataConfig, split: str, row: int = 0, place: object = None) 
             raise
         cause = error.__cause__ or error
         raise ConfigError(
-            f"{what}, data.subset={data.subset}, data.split={split}: {first_line(cause)}"
+            f"{what}, data.subset={data.subset}, data.split={split}: {one_line(first_line(cause))}"
         ) from error
 
 
 def _hub_row(values: Mapping[str, Any], keep: set[str], max_bytes: int) -> object:
     kept = {key: values[key] for key in values if key in keep}
-    texts = (item for _, item in _nested(kept) if isinstance(item, str | bytes))
-    _check_size(sum(map(len, texts)), max_bytes)
+    _check_size(_length(kept), max_bytes)
     return without_nulls(kept)
+
+
+def _length(value: Any) -> int:
+    """Return the length of all texts in a value."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    inside = value.values() if isinstance(value, dict) else value
+    return sum(map(_length, inside)) if isinstance(value, dict | list) else 0
 
 
 def without_nulls(value: Any) -> Any:
@@ -290,83 +305,36 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, its name where there is none."""
-    return one_line(next(iter(str(error).strip().splitlines()), "") or type(error).__name__)
-
-
-def _loads(text: str) -> tuple[Any, bool]:
-    """Parse JSON; a repeated key and NaN, which Python lets pass, become a RecordError in it.
-
-    Returns:
-        The value, and whether :func:`_check` has to look at it.
-
-    Raises:
-        ValueError: if it is not JSON.
-        RecursionError: if it is nested too deeply for the decoder.
-    """
-    faults: list[RecordError] = []
-
-    def fault(reason: str, detail: str = "") -> RecordError:
-        faults.append(RecordError(reason, detail))
-        return faults[-1]
-
-    def once(pairs: list[tuple[str, Any]]) -> object:
-        found = dict(pairs)
-        if len(found) == len(pairs):
-            return found
-        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        return fault("with a key twice", f"the key {key!r:.60} stands in one object twice")
-
-    def constant(name: str) -> object:
-        return fault(f"with {name}, which JSON does not have")
-
-    value = json.loads(text, object_pairs_hook=once, parse_constant=constant)
-    return value, bool(faults) or text.count("[") + text.count("{") > MAX_DEPTH
-
-
 def _line(line: bytes, size: int, max_bytes: int) -> object:
     _check_size(size, max_bytes)
     try:
         text = line.decode()
-        value, suspect = _loads(text)
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_refuse_constant)
+        if text.count("[") + text.count("{") > MAX_DEPTH and depth(value) > MAX_DEPTH:
+            raise RecursionError
     except UnicodeDecodeError as error:
         raise RecordError("not UTF-8", f"not UTF-8: {error}") from None
     except RecursionError:
-        raise RecordError("nested too deeply", "nested too deeply to be read") from None
+        detail = f"more than {MAX_DEPTH} objects or lists in each other"
+        raise RecordError("nested too deeply", detail) from None
+    except RecordError:
+        raise
     except ValueError as error:  # a number of thousands of digits among others
         raise RecordError("not JSON", f"not JSON: {error} in {one_line(text, 60)}") from None
-    if suspect:
-        _check(value)
     return value
 
 
-def _item(value: object, max_bytes: int | None) -> object:
-    _check(value)
-    if max_bytes is not None:  # else no item can be too large
-        _check_size(len(json.dumps(value, ensure_ascii=False)), max_bytes)
-    return value
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object; a repeated key, which Python lets pass, is a RecordError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise RecordError("with a key twice", f"the key {key!r:.60} stands in one object twice")
+    return found
 
 
-def _check(value: object) -> None:
-    """Raise the RecordError that :func:`_loads` left in a value, or if it is nested too deeply."""
-    for depth, item in _nested(value):
-        if isinstance(item, RecordError):
-            raise item
-        if depth >= MAX_DEPTH and isinstance(item, dict | list):
-            detail = f"more than {MAX_DEPTH} objects or lists in each other"
-            raise RecordError("nested too deeply", detail)
-
-
-def _nested(value: object) -> Iterator[tuple[int, object]]:
-    """Yield all that a value holds, itself first, each with the number of what is around it."""
-    left = [(0, value)]
-    while left:
-        depth, item = left.pop()
-        yield depth, item
-        if isinstance(item, dict | list):
-            inner = item.values() if isinstance(item, dict) else item
-            left += [(depth + 1, each) for each in inner]
+def _refuse_constant(name: str) -> object:
+    raise RecordError(f"with {name}, which JSON does not have")
 
 
 def _check_size(size: int, allowed: int) -> None:

@@ -268,7 +268,7 @@ def read_json(file: Path, problem: str, *, strict: bool = True) -> dict[str, Any
             parse_float=number,
             parse_constant=number,
         )
-        if _depth(content) > _DEEPEST:  # more than what is done with it can follow
+        if depth(content) > _DEEPEST:  # more than what is done with it can follow
             raise RecursionError
     except FileNotFoundError:
         raise ConfigError(f"{problem}: there is no {file}") from None
@@ -281,9 +281,10 @@ def read_json(file: Path, problem: str, *, strict: bool = True) -> dict[str, Any
     return content
 
 
-def _depth(content: Any) -> int:
+def depth(content: Any) -> int:
+    """Return how many objects and lists are in one another; RecursionError where it is hundreds."""
     inside = content.values() if isinstance(content, dict) else content
-    return 1 + max(map(_depth, inside), default=0) if isinstance(content, dict | list) else 0
+    return 1 + max(map(depth, inside), default=0) if isinstance(content, dict | list) else 0
 
 
 def write_json(file: Path, content: dict[str, Any], *, strict: bool = True) -> None:

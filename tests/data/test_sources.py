@@ -207,6 +207,33 @@ def test_a_packed_file_that_is_cut_off_or_none_is_one_line(tmp_path: Path) -> No
         assert "\n" not in str(caught.value)
 
 
+def test_an_item_of_a_list_is_judged_as_a_line_is(tmp_path: Path) -> None:
+    """A repeated key would be read in two ways, and one item too large or deep end the whole file.
+
+    Every item is written as a line and as part of a list, with spaces and commas around and in it.
+    """
+    items = [
+        '{"text": "a, ] b"}', '{"text": "a", "text": "b"}', '{"x": NaN, "text": "c"}', '["x", []]',
+        '{"text": "d", "x": ' + "[" * 64 + "]" * 64 + "}", '{"text": "' + "e" * 300 + '"}', "7",
+        '{"text" :\t"\\ud83d", "id": "f"}', '{"text": "ä",\r"id": 3}', '"[,"',
+    ]  # fmt: skip
+    (tmp_path / "d.jsonl").write_text("\n".join(items), encoding="utf-8", newline="")
+    listed = "\ufeff [\n" + " ,\t".join(items) + "\n]\n"
+    (tmp_path / "d.json").write_text(listed, encoding="utf-8", newline="")
+    found = []
+    for name in ("d.jsonl", "d.json"):
+        how: dict[str, Any] = {"max_row_bytes": 200, "max_bad_fraction": 1, "eval_fraction": 0.5}
+        dropped, data = Dropped(), DataConfig(source="jsonl", path=str(tmp_path / name), **how)
+        kept = sorted(
+            record["text"]
+            for split in ("train", "heldout")
+            for record in load_records(data, split, dropped=dropped)
+        )
+        found.append((kept, dropped.reasons))
+    assert found[0] == found[1]
+    assert found[0][0] == ["a, ] b", "ä"] and sum(found[0][1].values()) == 8
+
+
 def test_a_json_file_may_hold_lines_or_a_list(tmp_path: Path) -> None:
     """Both are common under that name; a list read by lines would be one bad record."""
     write_lines(tmp_path / "d.json", rows(30))
