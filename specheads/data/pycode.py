@@ -26,7 +26,6 @@ import re
 import sys
 import sysconfig
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -74,6 +73,7 @@ _NEW_NAMES = (
     "state", "flag", "limit", "handle", "parts", "names", "size", "width", "start", "end", "rows",
 )  # fmt: skip
 _BUILTINS = frozenset(dir(builtins)) | {"self", "cls"}
+_OTHER_NAMES = (ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 CODE_VERSION = 1  # change it when the corpus or the pairs change: it is part of the cache key
 
@@ -185,7 +185,7 @@ def pairs_of_module(path: str, text: str) -> list[Pair]:
     """Return all pairs of one module, a limited number per kind, in a fixed order."""
     tree = ast.parse(text)
     lines, imports = text.split("\n"), _imports(tree)
-    found: dict[str, dict[str, Pair]] = {kind: {} for kind in KINDS}  # by prompt
+    found: dict[tuple[str, str], Pair] = {}
     for name, function in _functions(tree):
         for pair in _pairs_of_function(path, name, function, lines, imports):
             size = len(pair.answer.encode())
@@ -193,12 +193,11 @@ def pairs_of_module(path: str, text: str) -> list[Pair]:
                 continue
             if size > SHORT_ANSWER and pair.kind != "body" and rank("long", path, pair.prompt) % 3:
                 continue
-            found[pair.kind].setdefault(pair.prompt, pair)
-    chosen: list[Pair] = []
-    for kind, pairs in found.items():
-        ordered = sorted(pairs.values(), key=lambda pair: rank(pair.kind, path, pair.prompt))
-        chosen += ordered[: PER_MODULE_BODIES if kind == "body" else PER_MODULE]
-    return chosen
+            found.setdefault((pair.kind, pair.prompt), pair)
+    ordered = sorted(found.values(), key=lambda pair: rank(pair.kind, path, pair.prompt))
+    most = {kind: PER_MODULE for kind in KINDS} | {"body": PER_MODULE_BODIES}
+    some = ([p for p in ordered if p.kind == kind][:num] for kind, num in most.items())
+    return [*chain.from_iterable(some)]
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, _Function]]:
@@ -262,27 +261,28 @@ def _next(path: str, name: str, function: _Function) -> Iterator[Pair]:
             yield Pair("next", name, _prompt("next", ast.unparse(head)), answer, answer)
 
 
+def _variables(node: ast.stmt) -> list[tuple[Any, str]]:
+    """Return what names a variable in a node, and the attribute that does."""
+    kinds = {ast.Name: "id", ast.arg: "arg"}
+    return [(n, kinds[type(n)]) for n in ast.walk(node) if type(n) in kinds]
+
+
 def _rename(path: str, name: str, node: ast.stmt, code: str) -> Iterator[Pair]:
-    inside = list(ast.walk(node))
-    if any(isinstance(n, ast.Global | ast.Nonlocal | ast.Import | ast.ImportFrom) for n in inside):
+    if any(isinstance(n, _OTHER_NAMES) for n in ast.walk(node)):
         return
-    names = [n for n in inside if isinstance(n, ast.Name)]
-    arguments = [n.arg for n in inside if isinstance(n, ast.arg)]
-    uses = Counter([*(n.id for n in names), *arguments])
-    bound = {n.id for n in names if isinstance(n.ctx, ast.Store)} | set(arguments)
-    olds = sorted(n for n in bound - _BUILTINS if uses[n] > 1 and len(n) > 1)
-    taken = {n.id for n in names}
-    news = [new for new in _NEW_NAMES if new not in taken and new not in code]
+    places = _variables(node)
+    names = [getattr(n, key) for n, key in places]
+    bound = {getattr(n, key) for n, key in places if key == "arg" or isinstance(n.ctx, ast.Store)}
+    olds = sorted(n for n in bound - _BUILTINS if names.count(n) > 1 and len(n) > 1)
+    news = [new for new in _NEW_NAMES if new not in code]
     if not olds or not news:
         return
     old = olds[rank("old", path, code) % len(olds)]
     new = news[rank("new", path, code) % len(news)]
     renamed = copy.deepcopy(node)
-    for child in ast.walk(renamed):
-        if isinstance(child, ast.Name) and child.id == old:
-            child.id = new
-        elif isinstance(child, ast.arg) and child.arg == old:
-            child.arg = new
+    for n, key in _variables(renamed):
+        if getattr(n, key) == old:
+            setattr(n, key, new)
     prompt = _prompt("rename", code, old=old, new=new)
     yield Pair("rename", name, prompt, ast.unparse(renamed), code)
 
@@ -359,20 +359,18 @@ def make_pairs(modules: Iterable[Module]) -> dict[str, list[Record]]:
     modules = sorted(modules, key=lambda module: (module.split, module.path))  # held-out ones first
     owners: dict[str, str] = {}  # code -> split
     prompts: set[tuple[str, str]] = set()
-    found: dict[str, dict[str, list[Record]]] = {
-        split: {kind: [] for kind in KINDS} for split in ("heldout", "train")
-    }
+    found: dict[str, list[Record]] = {"heldout": [], "train": []}
     for module in _with_bar(modules, "making pairs"):
         for pair in pairs_of_module(module.path, module.text):
             own = owners.setdefault(pair.code, module.split) == module.split
             if own and (pair.kind, pair.prompt) not in prompts:
                 prompts.add((pair.kind, pair.prompt))
-                found[module.split][pair.kind].append(_record(module, pair))
-
-    def few(records: list[Record]) -> list[Record]:
-        return sorted(records, key=lambda r: rank("order", r["id"]))[:MAX_PAIRS_PER_KIND]
-
-    return {split: [*chain.from_iterable(map(few, found[split].values()))] for split in found}
+                found[module.split].append(_record(module, pair))
+    for split, records in found.items():
+        records.sort(key=lambda record: rank("order", record["id"]))
+        some = ([r for r in records if r["kind"] == kind][:MAX_PAIRS_PER_KIND] for kind in KINDS)
+        found[split] = [*chain.from_iterable(some)]
+    return found
 
 
 def _record(module: Module, pair: Pair) -> Record:
