@@ -320,10 +320,7 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> None:
         inject(base, names, **{key: stored.get(key) for key in _USED[:3]})
     _check_others(about, stored, base)
     wanted = _by_stored_name(base)
-    tensors = manifest.read_tensors(file, wanted)
-    with torch.no_grad():
-        for name, parameter in wanted.items():
-            parameter.copy_(tensors[name])
+    manifest.copy_tensors(manifest.read_tensors(file, wanted), wanted)
     require_grad(base, False)
     base.eval()
 

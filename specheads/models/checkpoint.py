@@ -38,7 +38,7 @@ from specheads.models.base import (
 from specheads.models.block import BlockHeads
 from specheads.models.digest import file_sha256
 from specheads.models.eagle import EagleHeads
-from specheads.models.export_config import check_config
+from specheads.models.export_config import check_config, check_tree
 from specheads.models.heads import MedusaHeads
 from specheads.models.kinds import Heads
 from specheads.models.mtp import MtpHeads
@@ -306,8 +306,9 @@ def save_export(
             nor a tuned base.
         RunError: if the disk is full.
     """
-    path, base = Path(path), info["base"]
-    _check_depth(tree, heads.num_heads)
+    path, base, about = Path(path), info["base"], heads.to_config()
+    unmeasured = {"choices": tree.to_json(), "expected_accept_length": None, "measured_on": None}
+    check_tree(unmeasured, about)
     if not base["name"] and tuned_base is None:
         raise ValueError("base.name is empty, and there is no tuned_base to be found instead")
     target = None if dtype is None else torch_dtype(dtype)
@@ -328,7 +329,7 @@ def save_export(
         files = {file.name: file_sha256(file) for file in folder.iterdir() if file.is_file()}
         config = {
             "format_version": FORMAT_VERSION,
-            **heads.to_config(),
+            **about,
             "base": {
                 "name": name,
                 "tuned": tuned_base is not None,
@@ -339,11 +340,7 @@ def save_export(
                 "quantization": quantization,
             },
             "tokenizer": {"digest": _tokenizer_digest(files)},
-            "tree": {
-                "choices": tree.to_json(),
-                "expected_accept_length": None,
-                "measured_on": None,
-            },
+            "tree": unmeasured,
             "training": redact(info["training"]),
         }
         manifest.write_json(folder / _CONFIG, config)
@@ -382,7 +379,6 @@ def load_export(
     _check_tokenizer_files(path, config, manifest.check_manifest(path))
     with manifest.said_of(f"{path / _CONFIG}: tree", TypeError):
         tree = Tree.from_choices(config["tree"]["choices"])
-    _check_rank(tree, config, f"{path}: ")  # its depth is held to the heads by read_config
     heads = load_heads_file(path, config)
     if beside is not None:
         _check_shared(path, config, beside.config)
@@ -475,13 +471,12 @@ def set_tree(
     path = Path(path)
     config = read_config(path)
     listed = manifest.check_manifest(path)
-    _check_depth(tree, config["num_heads"])
-    _check_rank(tree, config)
     config["tree"] = {
         "choices": tree.to_json(),
         "expected_accept_length": expected_accept_length,
         "measured_on": measured_on,
     }
+    check_tree(config["tree"], config)
     if heldout is not None:
         config["training"] = {**config["training"], "heldout": heldout}
     with whole_file(path / manifest.MANIFEST) as listing, whole_file(path / _CONFIG) as about:
@@ -531,18 +526,6 @@ def read_config(path: str | Path) -> dict[str, Any]:
                 raise ConfigError(f"{path / _CONFIG} lacks {f'{section}.{key}'.lstrip('.')}")
     check_config(path / _CONFIG, config)
     return config
-
-
-def _check_rank(tree: Tree, config: dict[str, Any], where: str = "") -> None:
-    known = config.get("num_kept") or config["vocab_size"]
-    if tree.max_rank >= known:
-        whose = "the heads know" if config.get("num_kept") else "the vocabulary has"
-        raise ConfigError(f"{where}the tree uses rank {tree.max_rank}, {whose} {known} tokens")
-
-
-def _check_depth(tree: Tree, num_heads: int) -> None:
-    if tree.max_depth > num_heads:
-        raise ConfigError(f"the tree is {tree.max_depth} deep, but there are {num_heads} heads")
 
 
 def _check_sizes(path: Path, config: dict[str, Any], name: str, sizes: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ def check_config(file: Path, config: dict[str, Any]) -> None:
         _check_values(config)
         _check_prefix(config)
         _check_block(config.get("block"))
-        _check_tree(config["tree"], config["num_heads"])
+        check_tree(config["tree"], config)
         base, known = config["base"], ", ".join(_DTYPES)
         check_recorded(base["name"], base["revision"])
         expect(base["dtype"] in _DTYPES, "base.dtype", base["dtype"], f"one of {known}")
@@ -112,15 +112,26 @@ def _check_block(block: dict[str, Any] | None) -> None:
             expect(number and 0 < value <= 1, key, value, "0 to 1")
 
 
-def _check_tree(section: dict[str, Any], num_heads: int) -> None:
+def check_tree(section: dict[str, Any], heads: dict[str, Any]) -> None:
+    """Hold the section ``tree`` of an export's config to what that says of the ``heads``.
+
+    Raises:
+        ConfigError: if a choice is no path, deeper than there are heads, or wider than what they
+            know; if there are too many, or the expected accept length cannot be.
+    """
     choices, length = section["choices"], section.get("expected_accept_length")
-    number = len(choices)
+    number, num_heads, known = len(choices), heads["num_heads"], heads.get("num_kept")
+    whose, known = (
+        ("the heads know", known) if known else ("the vocabulary has", heads["vocab_size"])
+    )
     expect(number < MAX_NODES, "the number of tree.choices", number, f"below {MAX_NODES}")
     for choice in choices:
         path = type(choice) is list and all(type(rank) is int and rank >= 0 for rank in choice)
         expect(path, "tree: a choice", choice, "a path of ranks from 0 up")
         if len(choice) > num_heads:
             raise ConfigError(f"the tree is {len(choice)} deep, but there are {num_heads} heads")
+        if max(choice, default=0) >= known:
+            raise ConfigError(f"the tree uses rank {max(choice)}, {whose} {known} tokens")
     most = num_heads + 1.001  # a mean, rounded
     fits = length is None or (type(length) in (int, float) and 0 <= length <= most)
     expect(fits, "tree.expected_accept_length", length, f"0 to {most}")

@@ -683,6 +683,13 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
+@torch.no_grad()
+def copy_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Copy what was read into the tensors ``wanted``, by their names."""
+    for name, tensor in wanted.items():
+        tensor.copy_(found[name])
+
+
 def check_moments(path: Path, trained: Mapping[str, Tensor]) -> None:
     """Check an optimizer's file, tensors named ``parameter/key``, against what is trained.
 

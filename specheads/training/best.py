@@ -139,10 +139,7 @@ def finish(parameters: Weights, evaluate: EvaluateConfig, progress: Progress, ru
     refuse({f"{gone} {cure}": not (folder / _FIGURES).is_file()})
     manifest.check_manifest(folder)
     manifest.check_header(folder / _TENSORS, parameters, exact=True)
-    weights = manifest.load_tensors(folder / _TENSORS)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
+    manifest.copy_tensors(manifest.load_tensors(folder / _TENSORS), parameters)
     write_whole(place, (folder / _FIGURES).read_text())
     prune(run.dir, progress)
     if progress.best_step < progress.step:

@@ -316,10 +316,7 @@ class TorchEngine:
         values = manifest.read_json(about, f"{folder} is not a whole checkpoint")
         if odd := [n for n, v in values.items() if type(v) not in (bool, int, float)]:
             raise ConfigError(f"{about}: {odd[0]} must be a number")
-        weights = manifest.load_tensors(folder / "model.safetensors")
-        with torch.no_grad():
-            for name, parameter in self.trained.items():
-                parameter.copy_(weights[name])
+        manifest.copy_tensors(manifest.load_tensors(folder / "model.safetensors"), self.trained)
         state: dict[str, dict[str, Any]] = {}
         stored = manifest.load_tensors(folder / "optimizer.safetensors")
         for name, value in (stored | values).items():
