@@ -411,8 +411,9 @@ def predict(given: Settings, kind: str, stage: str, machine: Machine | None) -> 
         needs = forecast(cfg, gpus=world).needs
     spread = Spread.from_config(cfg.deepspeed)
     found = needs["none" if stage == "none" else "as set"]
+    states = found.weights + found.gradients + found.optimizer
     # a processor's memory is the host's
-    told: dict[str, Any] = {"peak": found.training + found.host, "states": found.states}
+    told: dict[str, Any] = {"peak": found.training + found.host, "states": states}
     told |= {key: value for key, value in vars(found).items() if value}
     if machine:
         times = seconds(load(given, kind), spread, world, machine)
