@@ -25,7 +25,7 @@ def run(cfg: TrainConfig) -> None:
 
     with RunLog(cfg) as log:
         start(cfg, log, data, base=base, heads=heads)
-        stage, heldout, notes = speculation.stage(cfg, log)
+        stage, heldout, notes = speculation.stage(log)
         if cfg.dry_run:
             speculation.plan(log, [stage], notes)
             return

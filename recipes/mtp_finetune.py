@@ -29,9 +29,7 @@ def run(cfg: TrainConfig) -> None:
         original = None
         if tuned and not cfg.dry_run:
             original = remember_original(base, output, data.heldout)
-        stage, heldout, notes = speculation.stage(
-            cfg, log, "joint" if tuned else "heads", tuned=tuned
-        )
+        stage, heldout, notes = speculation.stage(log, "joint" if tuned else "heads", tuned=tuned)
         if cfg.dry_run:
             speculation.plan(log, [stage], notes)
             return

@@ -3,13 +3,13 @@
     python scripts/bench_sharded.py --out benchmarks/sharded.json    # 30 minutes, 12 GB of disk
 
 A base of random weights is written, layer by layer, and ``+recipe=medusa1``, ``medusa2`` with an
-adapter and ``dflash`` train on it with two ranks on this processor. A watcher reads the resident
-memory of each rank 50 times a second and kills all of them once one has more than ``--share`` of
-what a process has resident that has loaded the base whole, and nothing else. The last run reads the
-base whole on each rank, as before it was divided while it was read: the same limit ends it.
-Resident memory is what Linux calls so, with the libraries and what is mapped from files. Beside it
-stands what ``specheads plan`` says of a rank, to be compared with what is above the peak that the
-same run has on a base of one small layer.
+adapter and ``dflash`` train on it with two ranks on this processor. A watcher reads the memory of
+each rank 50 times a second and kills all of them once one has more than ``--share`` of what a
+process has that holds the base whole, and nothing else. The last run reads the base whole on each
+rank, as before it was divided while it was read: the same limit ends it. Memory is what is resident
+of a process, with the libraries and without pages of mapped files, which Linux takes back where it
+needs them. Beside it stands what ``specheads plan`` says of a rank, to be compared with what is
+above the peak that the same run has on a base of one small layer.
 """
 
 import json
@@ -35,12 +35,14 @@ from specheads.models.manifest import write_json
 
 WHOLE = "import specheads.training.setup as setup\nsetup._in_parts = lambda cfg: None\n"
 HOLD = """
-import sys
+import os, sys
 import deepspeed, specheads.train
+from bench_sharded import resident
 from specheads.models.base import load_base_model
 base = load_base_model(sys.argv[1], dtype=sys.argv[2], device="cpu")
-total = sum(float(each.sum()) for each in base.parameters())  # so that every page is there
-print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmRSS")))
+for each in base.parameters():
+    each.data = each.data.clone()  # its own memory, no longer the file's
+print(resident(os.getpid()))
 """
 MAIN = "import sys\nfrom specheads.train import main\nsys.argv[0] = 'train'\nmain()\n"
 LORA = "+recipe=medusa2 heads=shared adapter=lora adapter.rank=8 model.gradient_checkpointing=true"
@@ -122,22 +124,23 @@ def write_base(given: Settings, folder: Path) -> int:
 
 
 def resident(pid: int) -> int:
-    """Return the bytes of a process that are in memory; 0 where it is gone."""
+    """Return the bytes of a process in memory but for pages of files; 0 where it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS")), 0)
+    own = ("RssAnon:", "RssShmem:")
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(own))
 
 
 def held_whole(base: Path, dtype: str) -> int:
-    """Return the bytes that a process has resident once it has loaded a base whole."""
+    """Return the bytes of a process that holds a base whole."""
     done = subprocess.run(
-        [sys.executable, "-c", HOLD, str(base), dtype], cwd=harness.ROOT, check=True,
+        [sys.executable, "-c", HOLD, str(base), dtype], cwd=Path(__file__).parent, check=True,
         env={**os.environ, **harness.RETURNING, "PYTHONPATH": str(harness.ROOT)},
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    return 1024 * int(done.stdout.splitlines()[-1])
+    return int(done.stdout.splitlines()[-1])
 
 
 def watched(program: str, words: list[str], ranks: int, limit: float) -> dict[str, Any]:

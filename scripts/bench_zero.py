@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import harness
 import torch
@@ -87,6 +87,7 @@ class Settings:
         hidden: a multiple of 64
         rows: of a micro-batch
         bucket: numbers; 5e8 in DeepSpeed
+        overlap: whether gradients are sent while others are formed; auto: as DeepSpeed has it
         repeats: timed steps; 0: memory only
         threads: per rank
         out: write the JSON there
@@ -104,6 +105,7 @@ class Settings:
     rows: int = 1
     seq_len: int = 256
     bucket: int = 4_000_000
+    overlap: Literal["auto", "true", "false"] = "auto"
     repeats: int = 5
     threads: int = 1
     out: Path | None = None
@@ -147,7 +149,7 @@ def run_config(given: Settings, kind: str, stage: str, folder: str) -> TrainConf
             "stage3_max_live_parameters": given.bucket,
             "stage3_max_reuse_distance": given.bucket,
             "stage3_prefetch_bucket_size": given.bucket // 4,
-        }
+        } | ({} if given.overlap == "auto" else {"overlap_comm": given.overlap})
         words += [f"+deepspeed.zero_optimization.{key}={value}" for key, value in zero.items()]
     return composed("train", TrainConfig, words)
 
@@ -411,8 +413,9 @@ def predict(given: Settings, kind: str, stage: str, machine: Machine | None) -> 
         needs = forecast(cfg, gpus=world).needs
     spread = Spread.from_config(cfg.deepspeed)
     found = needs["none" if stage == "none" else "as set"]
+    states = found.weights + found.gradients + found.optimizer
     # a processor's memory is the host's
-    told: dict[str, Any] = {"peak": found.training + found.host, "states": found.states}
+    told: dict[str, Any] = {"peak": found.training + found.host, "states": states}
     told |= {key: value for key, value in vars(found).items() if value}
     if machine:
         times = seconds(load(given, kind), spread, world, machine)

@@ -662,7 +662,7 @@ def sharded(read: Read) -> str:
     bound = gigabytes(given["share"] * found["held_whole"])
     return (
         f"{table(head, lines)}\n\nA base of {found['numbers'] / 1e6:,.0f} million parameters,"
-        f" {gigabytes(found['base_bytes'])} GB in {given['dtype']}. A process that has only loaded"
+        f" {gigabytes(found['base_bytes'])} GB in {given['dtype']}. A process that only holds"
         f" it has {gigabytes(found['held_whole'])} GB; a rank is killed at {given['share']} of it,"
         f" {bound} GB, libraries included. {given['ranks']} ranks, {given['steps']} steps each;"
         f" {machine['processor']}, {machine['date']}."

@@ -46,7 +46,7 @@ from specheads.models.manifest import read_provenance
 from specheads.models.output import OutputLayer
 from specheads.models.quantize import quantization_of
 from specheads.models.sharded import is_sharded, runnable, take_part
-from specheads.runs.log import Outcome, RunLog
+from specheads.runs.log import RunLog
 from specheads.system import dist, hardware, heartbeat
 from specheads.system.errors import refuse
 from specheads.training.best import chosen as chosen_step
@@ -155,11 +155,27 @@ def measuring_time(evaluate: EvaluateConfig, log: RunLog) -> Budget:
     return Budget(60 * evaluate.minutes or max(60.0, TRAINING_SHARE * log.training_seconds()))
 
 
-def say_cut(log: RunLog, found: Outcome, asked: int) -> None:
-    """Say how many prompts the final figures are of, where time did not suffice for all."""
+def measure_final(
+    speculation: Speculation | Drafting,
+    log: RunLog,
+    steps: int,
+    measured: checkpoint.Export | PreTrainedModel,
+    budget: Budget,
+) -> dict[str, float]:
+    """Return the final figures of what a user loads, kept in the log, and the prompts beside it.
+
+    A line says how many prompts they are of, where ``budget`` does not suffice for all.
+    """
+    evaluation.write_prompts(log.dir / "prompts.jsonl", speculation.records)
+    log.doing("measuring accept length and speed")
+    timed, samples = replace(speculation.heldout, budget=budget), speculation.cfg.log.samples
+    found = evaluation.final_evaluation(timed, speculation.tokenizer, measured, samples=samples)
+    log.outcome(steps, found)
+    asked = len(speculation.records)
     used = min(n for key, n in found.figures.items() if key.startswith("final/prompts/"))
     if used < asked:
         log.say(f"measured on {used:.0f} of {asked} prompts: its time was over (evaluate.minutes)")
+    return found.figures
 
 
 @contextlib.contextmanager
@@ -222,14 +238,14 @@ class Speculation:
         few = f"tree.choices uses rank {deepest}, a head guesses among {heads.num_outputs} tokens"
         refuse({few: deepest >= heads.num_outputs})
         self.records, self.heldout = heldout_prompts(cfg, self.data, self.tokenizer, self.base)
+        self.parts = {"base": self.base, "heads": cast(nn.Module, heads)}
 
     def stage(
-        self, cfg: TrainConfig, log: Log | None, name: str = "train", *, tuned: bool = False
+        self, log: Log | None, name: str = "train", *, tuned: bool = False
     ) -> tuple[Stage, list[Batch], list[str]]:
         """Return the one stage of a run: the heads, on the base itself or on its stored states.
 
         Args:
-            cfg: the run's settings.
             log: told of what is stored; nothing is without it, and states that are read are zeros.
             name: of the stage in checkpoints.
             tuned: whether the base learns too.
@@ -237,7 +253,7 @@ class Speculation:
         Returns:
             The stage, held-out rows and lines for a dry run, see ``cached_features``.
         """
-        base, heads = self.base, self.heads
+        cfg, base, heads = self.cfg, self.base, self.heads
         with runnable(base):
             batches, heldout, notes = cached_features(cfg, base, self.data, log, heads.taps)
         heads.read_through(base)
@@ -251,13 +267,16 @@ class Speculation:
         groups = param_groups(cfg.optim, **parts)
         return Stage(objective, batches, groups, name), heldout, notes
 
+    def pace(self, log: Log | None) -> float:
+        """Return the measured seconds of a step's passes; ``log`` as for :meth:`stage`."""
+        stage, _, _ = self.stage(log)
+        with runnable(self.base):
+            return plan_stage(stage, self.cfg, self.parts, self.output.weight).seconds_per_step
+
     def in_time(self) -> TrainConfig:
         """Return the settings, with the steps that ``minutes`` hold where these are asked for."""
         if self.cfg.minutes:
-            stage, _, _ = self.stage(self.cfg, None)
-            parts = {"base": self.base, "heads": cast(nn.Module, self.heads)}
-            with runnable(self.base):
-                pace = plan_stage(stage, self.cfg, parts, self.output.weight).seconds_per_step
+            pace = self.pace(None)
             steps = steps_for_time(self.cfg.minutes, pace)
             if dist.is_main():
                 print(f"{self.cfg.minutes:g} minutes: {steps:,} steps of {pace:.2f} s", flush=True)
@@ -270,8 +289,7 @@ class Speculation:
 
     def plan(self, log: RunLog, stages: Iterable[Stage], notes: Sequence[str] = ()) -> None:
         """Say what a dry run's stages need, and above which accept length speculation pays."""
-        parts = {"base": self.base, "heads": cast(nn.Module, self.heads)}
-        say_plan(self.cfg, log, stages, parts, self.output.weight, notes)
+        say_plan(self.cfg, log, stages, self.parts, self.output.weight, notes)
         if dist.is_main():
             log.say(
                 evaluation.describe_expected(self.heldout, self.heads, self.output, self.cfg.tree)
@@ -384,16 +402,10 @@ class Speculation:
             config = checkpoint.read_config(export)
             parts = base, checkpoint.as_loaded(heads, base), self.tokenizer, chosen.tree
             loaded = checkpoint.Export(*parts, config)
-            evaluation.write_prompts(log.dir / "prompts.jsonl", self.records)
-            found, timed = Outcome({}), replace(self.heldout, budget=budget)
-            log.doing("measuring accept length and speed")
+            final: dict[str, float] = {}
             with measuring("accept length and speed"):
-                found = evaluation.final_evaluation(
-                    timed, self.tokenizer, loaded, samples=cfg.log.samples
-                )
-                log.outcome(steps, found)
-                say_cut(log, found, len(self.records))
-            card.write(export, "native", config, final=found.figures)
+                final = measure_final(self, log, steps, loaded, budget)
+            card.write(export, "native", config, final=final)
 
 
 @dataclass
@@ -483,14 +495,9 @@ class Drafting:
                 f"held-out alpha {heldout['alpha']:.4f}, the share of drawn guesses that is"
                 f" accepted; loss {heldout['loss']:.4f} nats per token"
             )
-            evaluation.write_prompts(log.dir / "prompts.jsonl", self.records)
-            found, timed = Outcome({}), replace(self.heldout, budget=budget)
+            final: dict[str, float] = {}
             with measuring("accept length and speed"):
-                found = evaluation.final_evaluation(
-                    timed, self.tokenizer, exported, samples=cfg.log.samples
-                )
-                log.outcome(steps, found)
-                say_cut(log, found, len(self.records))
+                final = measure_final(self, log, steps, exported, budget)
             info["training"] = {**training, "heldout": heldout}
-            save(info | {"measured": found.figures})
-            card.write(export, "native", read_provenance(export) or {}, final=found.figures)
+            save(info | {"measured": final})
+            card.write(export, "native", read_provenance(export) or {}, final=final)

@@ -40,7 +40,6 @@ from specheads.system import hardware
 from specheads.system.errors import ConfigError, RunError
 from specheads.system.files import write_whole
 from specheads.training import rule, setup
-from specheads.training.plan import plan_stage
 
 Say = Callable[[str], None]
 
@@ -278,13 +277,12 @@ class _Stages:
         cfg = rule.decide(cfg, base, data.train)
         heads = setup.build_heads(cfg, base, output, data)
         one = Speculation(cfg, base, heads, output, tokenizer, data)
-        stage, _, _ = one.stage(cfg, self)
-        found = plan_stage(stage, cfg, {"base": base, "heads": heads}, output.weight)
+        pace = one.pace(self)
         left = self.left - (time.monotonic() - begun) / 60
         minutes = left - MEASURING * self.config.minutes
-        fitting = rule.steps_for_time(minutes, found.seconds_per_step)
+        fitting = rule.steps_for_time(minutes, pace)
         self.plan["steps"] = min(PASSES * cfg.steps, fitting)
-        self.say(f"{self.plan['steps']:,} steps of {found.seconds_per_step:.2f} seconds")
+        self.say(f"{self.plan['steps']:,} steps of {pace:.2f} seconds")
 
     def train(self) -> None:
         """Train heads, choose their tree, and export them."""

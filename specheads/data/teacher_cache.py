@@ -71,13 +71,11 @@ class Shard:
     Attributes:
         file: the file's name.
         documents: the first document in it, and the first behind it.
-        tokens: the number of tokens of these documents together.
         bytes: the size of its numbers; the file's header comes on top.
     """
 
     file: str
     documents: tuple[int, int]
-    tokens: int
     bytes: int
 
 
@@ -272,8 +270,8 @@ def _laid_out(plan: Plan) -> Plan:
                 first, tokens = document, 0.0
             tokens += length
     for name, inside in places:
-        count = sum(plan.lengths[slice(*inside)])
-        plan.shards.append(Shard(name, inside, count, count * plan.token_bytes))
+        num_bytes = sum(plan.lengths[slice(*inside)]) * plan.token_bytes
+        plan.shards.append(Shard(name, inside, num_bytes))
     return plan
 
 
@@ -357,7 +355,7 @@ def write_cache(
                 inside = [documents[i] for i in range(*shard.documents)]
                 starts = _starts([len(document.input_ids) for document in inside])
                 tensors = {
-                    name: torch.empty(shard.tokens, *per_token, dtype=dtype)
+                    name: torch.empty(starts[-1], *per_token, dtype=dtype)
                     for name, (dtype, per_token) in plan.tensors.items()
                 }
                 numbers: Iterator[tuple[int, dict[str, Tensor]]]

@@ -104,14 +104,11 @@ PACKAGES = (
 _REQUIREMENTS = {"vllm": "vllm>=0.32", "lm-eval": "lm-eval[hf]"}
 _TRIAL = """
 import importlib, sys
-for name in sys.argv[1:]:
-    print("try", name, flush=True)
-    try:
+try:
+    for name in sys.argv[1:]:
         importlib.import_module(name)
-    except BaseException as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        print("bad", name, text, flush=True)
-print("end", flush=True)
+except BaseException as error:
+    sys.exit(f"\\0{type(error).__name__}: {error}")
 """
 _CPP = "#include <concepts>\n#include <span>\nint main() { return 0; }\n"
 
@@ -138,20 +135,21 @@ def examine_installation(*, imports: bool = True) -> list[Part]:
 
 
 def try_imports(modules: Sequence[str]) -> dict[str, str]:
-    """Import modules in another process; return module -> why not, empty where it works."""
-    found, left = dict[str, str](), list(modules)
-    while left:
-        done = _run([sys.executable, "-c", _TRIAL, *left])
-        said = re.findall(r"^(try|bad|end) ?(\S*) ?(.*)$", done.stdout, re.MULTILINE)
-        # an import may print what it likes
-        said = [each for each in said if each[1] in left or each[0] == "end"]
-        if not said:
-            return found | dict.fromkeys(left, "no process can be started")
-        found |= {name: reason for word, name, reason in said if word != "end"}
-        if said[-1][0] == "try":
-            found[said[-1][1]] = f"the process ended with {done.returncode}"
-        left = [name for name in left if name not in found]
-    return found
+    """Import modules in another process, each in its own where together they fail.
+
+    Returns:
+        Module -> why not, empty where it works.
+    """
+
+    def trouble(*names: str) -> str:
+        done = _run([sys.executable, "-c", _TRIAL, *names])
+        _, error, said = done.stderr.rpartition("\0")  # an import may print what it likes
+        ended = f"the process ended with {done.returncode}" if done.returncode else ""
+        return " ".join(said.split())[:300] if error else ended
+
+    together = trouble(*modules)
+    alone = {name: together and trouble(name) for name in modules}
+    return alone if any(alone.values()) else dict.fromkeys(modules, together)
 
 
 def _run(

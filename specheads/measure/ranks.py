@@ -12,7 +12,6 @@ import os
 import platform
 import socket
 import time
-from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 
 from specheads.config import ConfigError, RunError
@@ -75,32 +74,29 @@ def gather(own: Found, patience: float) -> tuple[list[Found], list[str]]:
     Raises:
         RunError: on the others, if rank 0 cannot be reached.
     """
-    from torch.distributed import DistError, TCPStore
-
-    rank, seconds = dist.rank(), timedelta(seconds=patience)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank = dist.rank()
     # torchrun keeps a store there itself
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    key = f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     found, missing = [own], []
     try:
-        store = TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=seconds)
+        store = dist.meeting_place("doctor", patience, hosts=hosts)
         if rank:
-            store.set(f"{key}/{rank}", json.dumps(own))
-            store.wait([f"{key}/{rank}"])  # it has arrived
+            store.set(str(rank), json.dumps(own))
+            store.wait([str(rank)])  # it has arrived
             return [], []
         deadline = time.monotonic() + patience
         for other in range(1, dist.world_size()):
-            while not (there := store.check([f"{key}/{other}"])) and time.monotonic() < deadline:
+            while not (there := store.check([str(other)])) and time.monotonic() < deadline:
                 time.sleep(0.05)
             if there:
-                found.append(json.loads(store.get(f"{key}/{other}")))
+                found.append(json.loads(store.get(str(other))))
             else:
                 missing.append(f"rank {other} did not answer within {patience:g} s")
-    except (DistError, RuntimeError) as error:
+    except RuntimeError as error:
         first = str(error).strip().splitlines()[0]
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RunError(
-            f"rank {rank} on {own['host']} cannot meet the others at {address}:{port}: {first:.200}"
+            f"rank {rank} on {own['host']} cannot meet the others at {address}: {first:.200}"
         ) from None
     problems = [f"rank {each['rank']}: {each['problem']}" for each in found if each["problem"]]
     return found, missing + problems + differences(found)

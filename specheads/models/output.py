@@ -112,12 +112,13 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
     """Return the norm behind the decoder's layers.
 
     Raises:
-        ValueError: if it is not called ``norm``.
+        ValueError: if it has none of the names that transformers gives it.
     """
-    norm = getattr(_decoder(model), "norm", None)
-    if not isinstance(norm, nn.Module):
-        raise ValueError(f"{type(model).__name__} has no final norm that is called so")
-    return norm
+    decoder = _decoder(model)
+    for name in ("norm", "final_layer_norm", "final_layernorm"):
+        if isinstance(norm := getattr(decoder, name, None), nn.Module):
+            return norm
+    raise ValueError(f"{type(model).__name__} has no final norm that is called so")
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:

@@ -270,6 +270,7 @@ class TappedHeads(nn.Module, Heads):
         if weight is None or weight.is_meta:  # a norm without a scale, or a look at sizes alone
             return
         ones = torch.ones(1, weight.shape[-1], dtype=weight.dtype, device=weight.device)
+        ones[:, ::2] = -1  # a norm that takes the mean off sees something too
         self.norm.weight.fill_(float(norm(ones).float().pow(2).mean().sqrt()))
 
     @torch.no_grad()

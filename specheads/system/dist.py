@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -71,6 +72,23 @@ def gather_texts(text: str) -> list[str]:
     texts = [""] * world_size()
     group.all_gather_object(texts, text)
     return texts
+
+
+def meeting_place(name: str, patience: float, *, hosts: bool = False) -> Any:
+    """Return the store at ``MASTER_ADDR`` that all ranks share, under a name; needs no group.
+
+    Args:
+        name: what its keys are for; they are those of one start, as torchrun's store outlives it.
+        patience: seconds after which the store has not answered.
+        hosts: keep the store in this process; else another one does.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    wait = timedelta(seconds=patience)
+    store = TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=wait)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"{name}/{restarts}", store)
 
 
 def barrier() -> None:

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 from specheads.system import dist
@@ -35,15 +34,8 @@ class _Heart:
     """The thread of one process."""
 
     def __init__(self, timeout: float) -> None:
-        from torch.distributed import PrefixStore, TCPStore
-
         # a connection of its own: one that waits in the main thread would hold back the beats
-        place, patience = os.environ["MASTER_ADDR"], timedelta(seconds=60)
-        port = int(os.environ["MASTER_PORT"])
-        store = TCPStore(place, port, is_master=False, wait_for_workers=False, timeout=patience)
-        # torchrun's store outlives the processes that it starts anew
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = PrefixStore(f"specheads/{restarts}", store)
+        self.store = dist.meeting_place("specheads", 60.0)
         self.timeout = timeout
         self.interval = min(2.0, timeout / 4)
         self.gone: dict[str, Any] = {}  # rank, text and exit code of the first that is gone

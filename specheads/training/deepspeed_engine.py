@@ -4,11 +4,9 @@ DeepSpeed skips a step whose gradient norm is not finite by itself, for the sake
 scale, in every precision and stage but one: 0 in float32, which is a plain torch optimizer. There
 the check is made here, and so is the counting: a skipped step leaves no counter behind.
 
-DeepSpeed's universal checkpoint: its state, made independent of the number of ranks.
-
-DeepSpeed stores a part per rank. ``ds_to_universal`` puts the parts of every parameter together,
-and a run on another number of ranks takes its own parts from there. Weights, both moments and
-their step count are carried over exactly.
+A checkpoint has a part for every rank. For a run on another number of ranks it becomes a universal
+one: ``ds_to_universal`` puts the parts of every parameter together, and the run takes its own from
+there. Weights, both moments and their step count are carried over exactly.
 """
 
 from __future__ import annotations

@@ -159,11 +159,6 @@ class Need:
     host: float
 
     @property
-    def states(self) -> float:
-        """What ZeRO divides: weights, gradients and optimizer."""
-        return self.weights + self.gradients + self.optimizer
-
-    @property
     def training(self) -> float:
         """The peak of a step: where backward begins, where it ends, or in the optimizer."""
         computing = self.activations + self.logits + self.formed + self.held
@@ -326,7 +321,7 @@ def plan_stage(stage: Stage, cfg: TrainConfig, parts: Parts, output_weight: Tens
         needs=needs,
         counted=extra is not None,
         seconds=[each * cfg.optim.accumulation for each in seconds],
-        trained_bytes=tensor_bytes(work.trained.values()),
+        trained_bytes=sum(p.nbytes for p in work.trained.values()),
         optimizer_bytes=sum(optimizer_bytes(group, cfg, spread) for group in work.groups),
         choice_ranks=ranks,
     )
@@ -434,12 +429,6 @@ def _numel(parameter: Tensor) -> int:
     state = getattr(parameter, "quant_state", None)  # bitsandbytes packs two numbers into a byte
     shape = getattr(state, "shape", None)
     return parameter.numel() if shape is None else torch.Size(shape).numel()
-
-
-def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the size of ``tensors``, each once."""
-    unique = {id(tensor): tensor for tensor in tensors}
-    return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
 
 
 def parameters_of(work: Work) -> dict[str, dict[str, int]]:
@@ -618,7 +607,7 @@ def export_bytes(plans: Sequence[StagePlan], parts: Parts) -> int:
         for name in plan.parameters.keys() & {"base", "adapter"}
     )
     made = [part for name, part in parts.items() if whole or name != "base"]
-    return tensor_bytes(p for part in made for p in part.parameters())
+    return sum(p.nbytes for part in made for p in part.parameters())
 
 
 def clock(seconds: float) -> str:

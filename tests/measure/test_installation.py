@@ -166,6 +166,9 @@ def test_what_cannot_be_imported_is_found(tmp_path: Path, monkeypatch: pytest.Mo
         "late_part": "SystemExit: 3",
     }
     assert try_imports([]) == {}
+    (tmp_path / "jealous_part.py").write_text("import sys; assert 'sound_part' not in sys.modules")
+    assert try_imports(["sound_part"]) == {"sound_part": ""}
+    assert set(try_imports(["sound_part", "jealous_part"]).values()) == {"AssertionError:"}
 
 
 def test_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

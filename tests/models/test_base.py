@@ -188,7 +188,7 @@ def test_capture_ends_with_its_context(tiny_llama: PreTrainedModel) -> None:
         pass
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "gpt_neox"])
 def test_taps_are_the_layers_of_their_numbers(name: str) -> None:
     """Layers counted from another number cost drafters that read them accept length, silently."""
     model = build(name, num_hidden_layers=3)

@@ -23,10 +23,11 @@ from specheads.losses.cross_entropy import IGNORE, shift_labels
 from specheads.models.block import BlockForm, BlockHeads, joined_taps, published_taps
 from specheads.models.checkpoint import KINDS
 from specheads.models.eagle import EagleHeads
-from specheads.models.output import output_layer, packed_hidden, packed_taps
+from specheads.models.output import final_norm, output_layer, packed_hidden, packed_taps
 from specheads.training.objectives import HeadsObjective, anchors_of
 from tests.models.test_heads_contract import FORMS, drawn
 from tests.training.test_objectives import random_batch
+from tests.zoo import build
 
 TAPPED = [name for name in FORMS if name.startswith(("block", "dflash", "dspark", "eagle3"))]
 Tapped = BlockHeads | EagleHeads
@@ -172,6 +173,19 @@ def test_the_loss_is_that_of_the_anchors(
     if kind == "hard":
         for i, value in ids.items():
             torch.testing.assert_close(metrics[f"head_{i}/loss"], value, rtol=1e-4, atol=1e-5)
+
+
+def test_the_last_norm_starts_as_strong_as_the_bases(tiny_llama: LlamaForCausalLM) -> None:
+    """A layer norm makes nothing of equal numbers: heads asked so would start from silence."""
+    heads = FORMS["block"](tiny_llama)
+    for name in ("llama", "gpt_neox"):
+        base = build(name, hidden_size=heads.hidden_size)
+        for what, parameter in final_norm(base).named_parameters():
+            torch.nn.init.constant_(parameter, 3.0 if what == "weight" else 0.0)
+        heads.start_from(base)
+        torch.testing.assert_close(
+            heads.norm.weight, torch.full_like(heads.norm.weight, 3.0), rtol=1e-4, atol=0
+        )
 
 
 def test_taps_by_rule() -> None:
