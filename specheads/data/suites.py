@@ -19,8 +19,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ def read_questions(path: str | Path, begin: int = 0, end: int = 0) -> list[Quest
         ConfigError: if the file is missing, empty or holds something else; names file and line.
     """
     path = Path(path).expanduser()
-    found = [_question(row, number) for number, row in enumerate(_rows(path), 1)]
+    found = [_question(row, number) for number, row in _rows(path)]
     if not found:
         raise ConfigError(f"{path} holds no questions")
     ((name, times),) = Counter(str(question.id) for question in found).most_common(1)
@@ -115,25 +114,20 @@ def _is_suite(path: Path) -> bool:
     if path.suffix in (".txt", ".parquet") or path.is_dir():
         return True
     try:
-        first = next(_rows(path)).parse()
+        first = next(_rows(path))[1].parse()
     except (StopIteration, RecordError):
         return False  # read_jsonl says what is wrong
     keys = first.keys() if isinstance(first, dict) else set()
     return "turns" in keys or "question_id" in keys or ("prompt" in keys and keys.isdisjoint(_OURS))
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of a file, each with the number that is its question's where it has none."""
     if path.suffix == ".txt":
-        return map(_numbered, text_lines(path))
+        return ((int(row.name.rpartition(":")[2]), row) for row in text_lines(path))
     if path.suffix == ".parquet" or path.is_dir():
-        return parquet_reader(path, _COLUMNS, DataConfig.max_row_bytes).read()
-    return json_reader(path).read()
-
-
-def _numbered(row: Row) -> Row:
-    """Return a line of a .txt with its number as the question's."""
-    value: Any = row.load()
-    return replace(row, load=partial(dict, value, question_id=int(row.name.rpartition(":")[2])))
+        return enumerate(parquet_reader(path, _COLUMNS, DataConfig.max_row_bytes).read(), 1)
+    return enumerate(json_reader(path).read(), 1)
 
 
 def _question(row: Row, number: int) -> Question:

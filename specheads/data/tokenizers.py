@@ -22,7 +22,7 @@ from specheads.config import ConfigError, TrainConfig
 from specheads.data.load import load_records
 from specheads.data.rendering import OUR_TEMPLATE
 from specheads.data.schema import Dropped, Record, tokenizer_digest
-from specheads.models.base import load_tokenizer
+from specheads.models.base import load_tokenizer, num_ids
 from specheads.runs.directory import is_used
 from specheads.system import dist
 from specheads.system.errors import did_you_mean
@@ -141,13 +141,12 @@ def complete_init(init: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -
     if values.get("model_type") not in CONFIG_MAPPING:
         return values  # build_from_init says so
     known, name = CONFIG_MAPPING[values["model_type"]](), tokenizer.name_or_path
-    num_ids = max(tokenizer.get_vocab().values(), default=-1) + 1
-    given = values.get("vocab_size")
+    ids, given = num_ids(tokenizer), values.get("vocab_size")
     if hasattr(known, "vocab_size") and not given:
-        values["vocab_size"] = -(-num_ids // _ROUND) * _ROUND
-    elif isinstance(given, int) and given < num_ids:
+        values["vocab_size"] = -(-ids // _ROUND) * _ROUND
+    elif isinstance(given, int) and given < ids:
         raise ConfigError(
-            f"model.init.vocab_size is {given}, the tokenizer {name} has {num_ids} token ids;"
+            f"model.init.vocab_size is {given}, the tokenizer {name} has {ids} token ids;"
             " 0 takes it from the tokenizer"
         )
     for role in ("pad", "bos", "eos"):
@@ -156,8 +155,7 @@ def complete_init(init: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -
         if own is None or not hasattr(known, key):
             continue
         if values.get(key) is not None:
-            ids = values[key] if isinstance(values[key], list) else [values[key]]
-            if own not in ids:
+            if own not in (values[key] if isinstance(values[key], list) else [values[key]]):
                 raise ConfigError(
                     f"model.init.{key} is {values[key]}, {role} of the tokenizer {name} is {own};"
                     " left out, it is the tokenizer's"

@@ -22,7 +22,7 @@ from specheads.config import ConfigError, RunError
 from specheads.formats import serving
 from specheads.formats.write import FORMATS, commands, upload
 from specheads.models.checkpoint import read_config
-from specheads.models.manifest import read_json, read_provenance, said_of
+from specheads.models.manifest import one_line, read_json, read_provenance, said_of
 from specheads.models.names import OURS
 from specheads.system.files import filled, write_whole
 from specheads.system.hub import fetched, keep_to_the_cache_if_unreachable
@@ -200,10 +200,8 @@ def _about(folder: Path) -> dict[str, Any]:
 def _split(folder: Path) -> tuple[str, str]:
     """Return what stands before and after the measured part."""
     file = folder / CARD
-    try:
+    with one_line(f"cannot read {file}"):
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from None
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -26,11 +26,12 @@ from specheads.formats import serving
 from specheads.formats.head_files import MOST_LAYERS, check_number, check_shape
 from specheads.formats.medusa import check_output, times
 from specheads.formats.serving import Job, Serving
+from specheads.models import manifest
 from specheads.models.base import context_length
 from specheads.models.block import BlockForm, BlockHeads
 from specheads.models.checkpoint import cast_tensors, load_export, load_heads
 from specheads.models.eagle import EagleForm, EagleHeads
-from specheads.models.manifest import TensorFiles, expect, said_of, save_tensors, write_json
+from specheads.models.manifest import expect, said_of, save_tensors, write_json
 from specheads.models.output import OutputLayer, layers_of, output_layer
 from specheads.models.tapped import TappedHeads
 from specheads.system.errors import refuse
@@ -254,7 +255,7 @@ class Layout:
     heads: TappedHeads
     names: dict[str, str]
 
-    def __init__(self, files: TensorFiles, config: dict[str, Any]) -> None:
+    def __init__(self, files: manifest.TensorFiles, config: dict[str, Any]) -> None:
         self.files, self.kind, self.notes = files, kind_of(config), list(files.notes)
         self.about = files.where.parent / "config.json"
         self.config = {key: value for key, value in config.items() if key not in _NESTED}
@@ -334,12 +335,8 @@ class Layout:
                 f" {num_kept} whole numbers, as draft_vocab_size says"
             )
         ids = self.files.read(["d2t"])["d2t"].long() + torch.arange(num_kept)
-        if len(ids.unique()) < num_kept or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-            raise ConfigError(
-                f"{self.files.where}: d2t does not hold how far each token's id lies from its"
-                f" place: they add up to {len(ids.unique())} different ids, {int(ids.min())} to"
-                f" {int(ids.max())}, of {vocab_size}"
-            )
+        what = f"{self.files.where}: d2t, how far each token's id lies from its place,"
+        manifest.check_ids(what, ids, vocab_size, num_kept)
         return ids
 
     def _described(self, hidden_size: int, vocab_size: int) -> TappedHeads:

@@ -29,7 +29,7 @@ from specheads.config import ConfigError
 from specheads.formats.medusa import check_output, times
 from specheads.models.blocks import FINAL_NORM, PrefixLayer, prefix_sizes
 from specheads.models.heads import MedusaHeads
-from specheads.models.manifest import TensorFiles, expect
+from specheads.models.manifest import TensorFiles, check_ids, expect
 from specheads.models.output import OutputLayer, output_layer
 from specheads.system.errors import refuse
 
@@ -236,12 +236,7 @@ class Layout:
         if not self.outputs[0]:
             raise ConfigError(f"{where} holds token_map, but no output matrix")
         kept = self.files.read([name])[name].long()
-        different, low, high = len(kept.unique()), int(kept.min()), int(kept.max())
-        if not len(kept) == different == truncated or low < 0 or high >= vocab_size:
-            raise ConfigError(
-                f"{where}: {name} holds {different} different tokens, {low} to {high}; expected 0"
-                f" to {vocab_size - 1}, {said}"
-            )
+        check_ids(f"{said}, but {where}: {name}", kept, vocab_size, truncated)
         return kept
 
     def _blocks_of(

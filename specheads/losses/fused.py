@@ -125,12 +125,10 @@ def chunks_of_logits(hidden: Tensor, output: Output) -> Iterator[Tensor]:
 @torch.no_grad()
 def likelihoods(hidden: Tensor, output: Output, labels: Tensor) -> Tensor:
     """Return the probabilities [N] of labels [N], 0 where one is ``IGNORE``."""
-    found, at = list[Tensor](), 0
-    for z in chunks_of_logits(hidden, output):
-        label = labels[at : at + len(z), None]
+    found, parts = list[Tensor](), labels[:, None].split(rows_at_once(output.weight))
+    for z, label in zip(chunks_of_logits(hidden, output), parts, strict=True):
         log_prob = z.gather(1, label.clamp_min(0)) - z.logsumexp(1, keepdim=True)
         found.append(log_prob.exp().masked_fill_(label == IGNORE, 0.0)[:, 0])
-        at += len(z)
     return torch.cat(found)
 
 

@@ -175,21 +175,11 @@ def load_heads_file(path: Path, config: dict[str, Any]) -> Heads:
     tensors = manifest.read_tensors(file, wanted)
     with manifest.one_line(f"{path / _CONFIG}: no rotary table"):
         heads.make_tables()  # not before: the tensors have told how large they may be
-    _check_map(file, tensors.get("token_map"), config["vocab_size"])
+    if (ids := tensors.get("token_map")) is not None:
+        manifest.check_ids(f"{file}: token_map", ids, config["vocab_size"], len(ids))
     state = {name.removeprefix(heads.tensor_prefix): each for name, each in tensors.items()}
     heads.load_state_dict(state, assign=True)
     return heads
-
-
-def _check_map(file: Path, token_map: Tensor | None, vocab_size: int) -> None:
-    if token_map is None:
-        return
-    lowest, highest = (int(bound) for bound in torch.aminmax(token_map))
-    if lowest < 0 or highest >= vocab_size or len(token_map.unique()) < len(token_map):
-        raise ConfigError(
-            f"{file}: token_map holds {lowest} to {highest}, expected {len(token_map)} different"
-            f" tokens of 0 to {vocab_size - 1}"
-        )
 
 
 def as_loaded(heads: Heads, base: PreTrainedModel, dtype: torch.dtype | None = None) -> Heads:

@@ -100,6 +100,18 @@ def _hold(fits: bool, found: str, expected: object) -> None:
         raise ConfigError(f"{found}, expected {expected}")
 
 
+def check_ids(what: str, ids: Tensor, vocab_size: int, number: int) -> None:
+    """Hold token ids to a vocabulary; ``what`` they are begins the message.
+
+    Raises:
+        ConfigError: unless there are ``number`` different ones of 0 to ``vocab_size - 1``.
+    """
+    different, low, high = len(ids.unique()), int(ids.min()), int(ids.max())
+    fits = len(ids) == different == number and low >= 0 and high < vocab_size
+    found = f"{what} holds {different} different tokens, {low} to {high}"
+    _hold(fits, found, f"{number} of 0 to {vocab_size - 1}")
+
+
 def nested(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield every value of nested objects with the keys that lead to it; those of a list each."""
     if isinstance(values, dict):

@@ -245,7 +245,7 @@ def more(name: str) -> Damage:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (ids_for_offsets, "d2t does not hold how far"),
+        (ids_for_offsets, "d2t, how far each token.s id lies from its place, holds"),
         (without("d2t"), "d2t is missing"),
         (without("fc.weight"), "lacks fc.weight"),
         (more("layers.1.mlp.weight"), "layers.1.mlp.weight is no tensor of a eagle3 drafter"),

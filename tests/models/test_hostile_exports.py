@@ -270,9 +270,13 @@ def test_tensors_of_another_kind(exports: dict[str, Path]) -> None:
         (weight, tensors[weight].long(), f"{weight} holds I64, expected F64 or F32"),
         (weight, tensors[weight] / 0.0, f"{weight} holds numbers that are not finite"),
         ("token_map", tensors["token_map"].float(), "token_map holds F32, expected I64"),
-        ("token_map", tensors["token_map"] + 240, "token_map holds 240 to 279, expected 40"),
-        ("token_map", tensors["token_map"] - 1, "token_map holds -1 to 38, expected 40"),
-        ("token_map", tensors["token_map"] // 2, "token_map holds 0 to 19, expected 40 different"),
+        ("token_map", tensors["token_map"] + 240, "40 different tokens, 240 to 279, expected 40"),
+        ("token_map", tensors["token_map"] - 1, "40 different tokens, -1 to 38, expected 40"),
+        (
+            "token_map",
+            tensors["token_map"] // 2,
+            "token_map holds 20 different tokens, 0 to 19, expected 40",
+        ),
     ):
         save_file(tensors | {name: value}, file)
         refused(exports["medusa"], complaint)

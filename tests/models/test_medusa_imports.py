@@ -365,7 +365,7 @@ def test_vllm_folders_as_vllm_understands_them(
     for name, more, settings, message in (
         ("no_map", whole, map_of_50, "lacks token_map, but config.json says"),
         ("short", {**whole, "token_map": kept}, short, "50 different tokens"),
-        ("far", {**whole, "token_map": kept + VOCAB}, map_of_50, "expected 0 to"),
+        ("far", {**whole, "token_map": kept + VOCAB}, map_of_50, "expected 50 of 0 to"),
         ("zero", whole, {"logit_scale": 0}, "logit_scale is 0, expected a number above 0"),
         ("sparse", {"lm_heads.1.weight": whole["lm_heads.1.weight"]}, {}, "matrix of head 0"),
     ):  # fmt: skip
