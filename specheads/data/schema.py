@@ -31,8 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specheads.config import ConfigError, RunError
+from specheads.models.manifest import read_json
 from specheads.system.errors import did_you_mean
-from specheads.system.files import cut_torn_line, whole_file
+from specheads.system.files import cut_torn_line, whole_file, write_whole
 from specheads.system.redact import redact
 
 if TYPE_CHECKING:
@@ -380,6 +381,27 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
 
     keys = [key for key in {**here, **there} if there.get(key) != here.get(key)]
     return ", ".join(f"{key} ({shown(there, key)} there, {shown(here, key)} here)" for key in keys)
+
+
+def keep_settings(file: Path, kept: Path, settings: Mapping[str, Any], cure: str) -> None:
+    """Keep in ``kept`` the settings that ``file`` is made with; only with the same it is gone on.
+
+    Raises:
+        ConfigError: if it was made with others, or holds something that was made by other means;
+            ends with the ``cure``.
+    """
+    wanted = json.loads(json.dumps(settings))
+    if kept.exists():
+        found = read_json(kept, f"{file} cannot be gone on with")
+        if others := differences(found, wanted):
+            raise ConfigError(f"{file} was made with other settings: {others}; {cure}")
+    elif file.exists() and file.stat().st_size:
+        raise ConfigError(
+            f"{file} holds something, but there is no {kept.name} beside it: it was not made by"
+            f" this command; {cure}"
+        )
+    else:
+        write_whole(kept, json.dumps(wanted, indent=2) + "\n")
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

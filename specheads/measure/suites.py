@@ -35,7 +35,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specheads.config import ConfigError, SpecBenchConfig
 from specheads.data.readers import json_lines
-from specheads.data.schema import differences
+from specheads.data.schema import keep_settings
 from specheads.data.suites import Question, QuestionPrompts
 from specheads.decoding.generate import SpecDecoder, TooLongError, ending, room
 from specheads.measure.clock import now
@@ -71,25 +71,18 @@ class AnswerFile:
 
     def __init__(self, folder: Path, model_id: str, settings: Mapping[str, Any]) -> None:
         self.path, self.model_id = folder / f"{model_id}.jsonl", model_id
-        kept = self.path.with_suffix(".json")
-        if self.path.exists() and self.path.stat().st_size > 0:
-            self._check_settings(kept, settings)
+        kept, begun = (
+            self.path.with_suffix(".json"),
+            self.path.exists() and self.path.stat().st_size,
+        )
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(kept, json.dumps(dict(settings), indent=1) + "\n")
+        if not begun:
+            kept.unlink(missing_ok=True)
+        keep_settings(self.path, kept, settings, "give another name or folder")
         cut_torn_line(self.path)
         self.answers: dict[int | str, Answer] = {}
-        if self.path.exists() and self.path.stat().st_size > 0:
+        if begun and self.path.stat().st_size:
             self.answers = {each["question_id"]: each for each in read_answers(self.path)}
-
-    def _check_settings(self, path: Path, settings: Mapping[str, Any]) -> None:
-        if not path.exists():
-            raise ConfigError(
-                f"{self.path} holds answers of another program: give another name or folder"
-            )
-        if others := differences(json.loads(path.read_text()), settings):
-            raise ConfigError(
-                f"{self.path} was begun with other settings: {others}; give another name or folder"
-            )
 
     def has(self, question: Question) -> bool:
         """Return whether the question is answered.

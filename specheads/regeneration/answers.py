@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from specheads.config import ConfigError, RunError
-from specheads.data.schema import Record, RecordError, differences, text_digest
-from specheads.models.manifest import one_line, read_json
+from specheads.data.schema import Record, RecordError, keep_settings, text_digest
+from specheads.models.manifest import one_line
 from specheads.regeneration.dialogue import prompt_digest
-from specheads.system.files import cut_torn_line, no_room, whole_file, write_whole
+from specheads.system.files import cut_torn_line, no_room, whole_file
 from specheads.verification.sampling import Sampler
 
 
@@ -91,7 +91,6 @@ class AnswerFile:
     def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:
         self.path = Path(path)
         self.bad_path = self.path.with_name(self.path.name + ".bad.jsonl")
-        self.settings_path = self.path.with_name(self.path.name + ".json")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _locked(self.path)
@@ -100,7 +99,8 @@ class AnswerFile:
         except OSError as error:
             raise ConfigError(f"cannot write {self.path}: {error.strerror}") from None
         try:
-            self._check_settings(settings)
+            kept = self.path.with_name(self.path.name + ".json")
+            keep_settings(self.path, kept, settings, "choose another output=")
             self.num_cut = cut_torn_line(self.path)
             self.done = self._read_done()
             self.num_cut += cut_torn_line(self.bad_path)
@@ -108,22 +108,6 @@ class AnswerFile:
         except BaseException:
             self._file.close()
             raise
-
-    def _check_settings(self, settings: Mapping[str, Any]) -> None:
-        wanted = json.loads(json.dumps(settings))
-        if not self.settings_path.exists():
-            if self.path.stat().st_size:
-                raise ConfigError(
-                    f"{self.path} holds something, but there is no {self.settings_path.name}"
-                    " beside it: it was not made by regenerate; choose another output="
-                )
-            write_whole(self.settings_path, json.dumps(wanted, indent=2) + "\n")
-            return
-        found = read_json(self.settings_path, f"{self.path} cannot be gone on with")
-        if others := differences(found, wanted):
-            raise ConfigError(
-                f"{self.path} was made with other settings: {others}; choose another output="
-            )
 
     def _read_done(self) -> dict[str, str]:
         done: dict[str, str] = {}

@@ -180,12 +180,12 @@ def test_an_answer_file_is_gone_on_with(tmp_path: Path) -> None:
     for line in path.read_text().splitlines():
         spec_bench_formula.check_schema(line)
     assert [each["specheads"]["num_emitted"] for each in kept] == [[4], [4]]
-    with pytest.raises(ConfigError, match=r"begun with other .* temperature \(0.0 there, 0.7 here"):
+    with pytest.raises(ConfigError, match=r"made with other .* temperature \(0.0 there, 0.7 here"):
         AnswerFile(tmp_path, "m", {**settings, "temperature": 0.7})
     with pytest.raises(ConfigError, match="answers another question 12"):
         AnswerFile(tmp_path, "m", settings).has(Question(12, "qa", ("another",)))
     written(tmp_path / "theirs.jsonl", kept)
-    with pytest.raises(ConfigError, match="holds answers of another program"):
+    with pytest.raises(ConfigError, match="not made by this command; give another name"):
         AnswerFile(tmp_path, "theirs", settings)
 
 
