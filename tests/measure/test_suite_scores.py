@@ -187,6 +187,9 @@ def test_an_answer_file_is_gone_on_with(tmp_path: Path) -> None:
     written(tmp_path / "theirs.jsonl", kept)
     with pytest.raises(ConfigError, match="not made by this command; give another name"):
         AnswerFile(tmp_path, "theirs", settings)
+    (tmp_path / "m.json").write_text('{"temperature": 0')
+    with pytest.raises(ConfigError, match=r"cannot read .*m\.json"):
+        AnswerFile(tmp_path, "m", settings)
 
 
 @pytest.mark.parametrize(
