@@ -82,17 +82,16 @@ def _decode_all(
 ) -> dict[str, Any]:
     """Write a line of JSON per prompt; return what ``json=true`` answers."""
     from specheads.decoding.generate import decode_many
+    from specheads.measure.rows import mean_accept_length
 
     assert decoder.tokenizer is not None
     start, size, limit = time.perf_counter(), config.batch_size, config.max_new_tokens
-    lengths: list[int] = []
     rows: list[dict[str, Any]] = []
     stop = config.stop or None
     decoded: list[DecodedRow] = []
     done = decode_many(decoder, config, prompts, limit, size, stop_strings=stop)
     for name, row in zip(names, done, strict=True):
         decoded.append(row)
-        lengths += row.accept_lengths
         line = {
             "id": name,
             "text": decoder.tokenizer.decode(row.new_tokens, skip_special_tokens=True),
@@ -105,7 +104,7 @@ def _decode_all(
         rows.append({**line, "new_tokens": row.new_tokens})
     seconds = time.perf_counter() - start
     num_new = sum(row["num_tokens"] for row in rows)
-    length, rate = sum(lengths) / max(1, len(lengths)), num_new / seconds
+    length, rate = mean_accept_length([row.accept_lengths for row in decoded]), num_new / seconds
     note(
         f"{num_new} tokens for {len(prompts)} prompts in batches of up to {size}: "
         f"{length:.2f} tokens per step and prompt, {rate:.0f} tokens/s{said_of(decoder, decoded)}"
