@@ -7,14 +7,12 @@ stopped; what it writes lies in ``runs/<name>``.
 
 from __future__ import annotations
 
-import sys
-
-from specheads.config import AutoConfig, ConfigError, InterruptedRunError
-from specheads.config.main import answer, answers_json, hydra_main
+from specheads.config import AutoConfig, ConfigError
+from specheads.config.main import answer, hydra_main
 from specheads.system.signals import StopSignal
+from specheads.system.terminal import note
 
 
-@answers_json
 def run(config: AutoConfig) -> None:
     """Go through the stages, and say what came of them."""
     if not config.model:
@@ -22,14 +20,11 @@ def run(config: AutoConfig) -> None:
     _say(f"{config.model}, {config.minutes:g} minutes")
     from specheads.stages import auto
 
-    try:
-        answer(auto(config, _say))
-    except KeyboardInterrupt:
-        raise InterruptedRunError("interrupted: the same command goes on") from None
+    answer(auto(config, _say))
 
 
 def _say(text: str) -> None:
-    print(f"specheads: {text}", file=sys.stderr, flush=True)
+    note(f"specheads: {text}")
 
 
 def main() -> None:

@@ -9,20 +9,18 @@ decoding's by more than rounding explains.
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from specheads.config import BenchConfig, ConfigError, RunError
-from specheads.config.main import answer, answers_json, entry_point
+from specheads.config.main import entry_point, report
 from specheads.system.errors import need
 from specheads.system.files import check_folder
+from specheads.system.terminal import note
 
 ALWAYS = (0.0, 0.7, 1.0)  # greedy, the headline where greedy text loops, and unmodified sampling
 
 
-@answers_json
 def run(config: BenchConfig) -> None:
     """Load, measure, print, write.
 
@@ -43,7 +41,7 @@ def run(config: BenchConfig) -> None:
     plan = bench.Plan(sorted(temperatures), config.repeats, sorted(sizes), config.seed)
     lists = {"temperatures": plan.temperatures, "batch_sizes": plan.batch_sizes}
     at = ", ".join(f"{key}=[{','.join(f'{x:g}' for x in of)}]" for key, of in lists.items())
-    print(f"specheads: measuring {config.checkpoint} at {at}", file=sys.stderr, flush=True)
+    note(f"specheads: measuring {config.checkpoint} at {at}")
     decode, has_heads = config.decode, not is_plain_model(config.checkpoint)
     asked = bench.asked_for(decode, config.drafters, has_heads=has_heads)
     subject = subject_of(config, None)
@@ -84,16 +82,13 @@ def run(config: BenchConfig) -> None:
     result, clocked = bench.benchmark(
         base, methods, prompts, plan, settings=settings, headline=quoted
     )
-    # whatever comes of what follows
-    Path(config.out).write_text(json.dumps(result, indent=1) + "\n")
-    print(bench_text(result))
+    report(Path(config.out), result, bench_text(result))  # whatever comes of what follows
     if config.steps:
         write_steps(Path(config.steps), clocked, prompts)
     if config.report:
         Path(config.report).write_text(html_page(result), encoding="utf-8")
-    written = [config.out, config.steps, config.report]
-    print(f"wrote {', '.join(path for path in written if path)}")
-    answer(result)
+    if beside := [path for path in (config.steps, config.report) if path]:
+        print(f"wrote {', '.join(beside)}")
     if failed := failures(result):
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise RunError(f"rounding does not explain that {failed[0]}{more}")

@@ -8,11 +8,11 @@ output, everything else to standard error.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from specheads.config import ChatConfig, ConfigError
 from specheads.config.main import entry_point
+from specheads.system.terminal import note
 
 
 def run(config: ChatConfig) -> None:
@@ -37,12 +37,10 @@ def run(config: ChatConfig) -> None:
         subject.tokenizer.chat_template = template
     chosen = choose_drafter(subject, config.decode)
     conversation = Conversation(SpecDecoder.of(subject, config.decode, chosen.drafter), config)
-    print(
+    note(
         f"{config.checkpoint}: {chosen.name}, up to {chosen.num_nodes} nodes per verify step,"
         f" {str(subject.base.dtype).removeprefix('torch.')} on {subject.base.device}."
-        " /help lists commands.",
-        file=sys.stderr,
-        flush=True,
+        " /help lists commands."
     )
     Chat(conversation).talk()
 

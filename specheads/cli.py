@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from specheads.system import __version__
-from specheads.system.errors import did_you_mean
+from specheads.system.errors import EXIT_USAGE, did_you_mean
+from specheads.system.terminal import stop
 
 USAGE = Path(__file__).with_name("usage.txt").read_text(encoding="utf-8").rstrip()
 # each that the text lists, with its module
@@ -37,8 +38,7 @@ def main() -> None:
     name = ALIASES.get(arguments[0], arguments[0])
     if name not in COMMANDS:
         advice = did_you_mean(name, [*COMMANDS, *ALIASES], f"there are {', '.join(COMMANDS)}")
-        print(f"specheads: unknown command {name!r}{advice}", file=sys.stderr)
-        raise SystemExit(2)
+        stop(f"unknown command {name!r}{advice}", EXIT_USAGE)
     sys.argv = [f"specheads {name}", *arguments[1:]]
     importlib.import_module(COMMANDS[name]).main()
 

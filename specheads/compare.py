@@ -10,19 +10,16 @@ from dataclasses import asdict
 from typing import Any
 
 from specheads.config import CompareConfig, ConfigError
-from specheads.config.main import answer, answers_json, entry_point
+from specheads.config.main import entry_point, report
 from specheads.system.files import check_folder
 
 
-@answers_json
 def run(config: CompareConfig) -> None:
     """Load, predict, measure, print, write.
 
     Raises:
         ConfigError: for wrong settings or files, or a candidate with another tokenizer.
     """
-    import json
-
     from specheads.decoding.exported import load_subject
     from specheads.measure.clock import digest_of, two_sets
     from specheads.measure.drafts import DraftComparison, format_compared, sampling_of
@@ -56,10 +53,7 @@ def run(config: CompareConfig) -> None:
     place = before | found.pop("disturbance")
     result = {"environment": place, "settings": shown, **found}
     result["warnings"] = disturbance_lines(result)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(format_compared(result))
-    print(f"wrote {out}")
-    answer(result)
+    report(out, result, format_compared(result))
 
 
 def _check(config: CompareConfig) -> None:

@@ -20,12 +20,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from specheads.config import ConfigError, DoctorConfig, RunError
-from specheads.config.main import answer, answers_json, hydra_main
+from specheads.config.main import answer, answering, hydra_main
 from specheads.system import dist
 from specheads.system.launch import read_launcher
+from specheads.system.terminal import stop
 
 
-@answers_json
 def run(config: DoctorConfig) -> None:
     """Examine, print."""
     read_launcher()
@@ -129,10 +129,10 @@ def main() -> None:
     if any(importlib.util.find_spec(name) is None for name in ("hydra", "torch")):
         asked = DoctorConfig(json="json=true" in sys.argv[1:])
         try:
-            run(asked)
+            with answering(asked):
+                run(asked)
         except RunError as error:
-            print(f"specheads: {error}", file=sys.stderr)
-            raise SystemExit(1) from None
+            stop(str(error), error.exit_code)
         return
     hydra_main("doctor", DoctorConfig, run, literal=("model",))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specheads.config import ConfigError, ExportConfig
-from specheads.config.main import answer, answers_json, entry_point
+from specheads.config.main import answer, entry_point
 from specheads.system.errors import one_of, refuse
 from specheads.system.files import made_for_now
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _PROVENANCE = "specheads.json"  # beside a draft model
 
 
-@answers_json
 def run(config: ExportConfig) -> None:
     """Load, change, print, write."""
     records = _check(config)

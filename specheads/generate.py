@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, GenerateConfig
-from specheads.config.main import answer, answers_json, entry_point
-from specheads.system.terminal import harmless, wants_color, write
+from specheads.config.main import answer, entry_point
+from specheads.system.terminal import harmless, note, wants_color, write
 
 if TYPE_CHECKING:
     from specheads.data.schema import Record
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 Tokens = Sequence[int]
 
 
-@answers_json
 def run(config: GenerateConfig) -> None:
     """Load, decode, print."""
     from specheads.data.chat import Encoder
@@ -65,13 +64,12 @@ def _decode_one(config: GenerateConfig, decoder: SpecDecoder, prompt: Tokens) ->
     seconds = time.perf_counter() - start
     rate = len(result.new_tokens) / seconds
     write("\n")
-    print(
+    note(
         f"{len(result.new_tokens)} tokens in {result.num_steps} steps after the prompt: "
         f"{result.accept_length:.2f} tokens per step, {rate:.0f} tokens/s"
         + (f", {result.num_replay_passes} passes for near-ties" if result.num_replays else "")
         + said_of(decoder, result.rows)
-        + ("" if result.finished or limit == config.max_new_tokens else "; the context is full"),
-        file=sys.stderr,
+        + ("" if result.finished or limit == config.max_new_tokens else "; the context is full")
     )
     names = ("new_tokens", "num_steps", "accept_length", "accept_lengths", "finished")
     found = {name: getattr(result, name) for name in names}
@@ -84,17 +82,16 @@ def _decode_all(
 ) -> dict[str, Any]:
     """Write a line of JSON per prompt; return what ``json=true`` answers."""
     from specheads.decoding.generate import decode_many
+    from specheads.measure.rows import mean_accept_length
 
     assert decoder.tokenizer is not None
     start, size, limit = time.perf_counter(), config.batch_size, config.max_new_tokens
-    lengths: list[int] = []
     rows: list[dict[str, Any]] = []
     stop = config.stop or None
     decoded: list[DecodedRow] = []
     done = decode_many(decoder, config, prompts, limit, size, stop_strings=stop)
     for name, row in zip(names, done, strict=True):
         decoded.append(row)
-        lengths += row.accept_lengths
         line = {
             "id": name,
             "text": decoder.tokenizer.decode(row.new_tokens, skip_special_tokens=True),
@@ -107,11 +104,10 @@ def _decode_all(
         rows.append({**line, "new_tokens": row.new_tokens})
     seconds = time.perf_counter() - start
     num_new = sum(row["num_tokens"] for row in rows)
-    length, rate = sum(lengths) / max(1, len(lengths)), num_new / seconds
-    print(
+    length, rate = mean_accept_length([row.accept_lengths for row in decoded]), num_new / seconds
+    note(
         f"{num_new} tokens for {len(prompts)} prompts in batches of up to {size}: "
-        f"{length:.2f} tokens per step and prompt, {rate:.0f} tokens/s{said_of(decoder, decoded)}",
-        file=sys.stderr,
+        f"{length:.2f} tokens per step and prompt, {rate:.0f} tokens/s{said_of(decoder, decoded)}"
     )
     return {"rows": rows, "accept_length": length, "seconds": seconds, "tokens_per_second": rate}
 
@@ -132,7 +128,7 @@ def _records(config: GenerateConfig, *, has_template: bool) -> list[Record]:
         return read_jsonl(config.prompts)
     if not (prompt := config.prompt):
         if sys.stdin.isatty():
-            print("prompt, then Ctrl-D:", file=sys.stderr)
+            note("prompt, then Ctrl-D:")
         prompt = sys.stdin.read()
         if not prompt.strip():
             raise ConfigError('no prompt given: prompt="..." or text on standard input')

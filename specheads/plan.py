@@ -8,12 +8,11 @@ states, and what regenerating the data costs, from the settings of ``train`` and
 
 from __future__ import annotations
 
-from specheads.config import ConfigError, PlanConfig
-from specheads.config.main import answer, answers_json, entry_point
-from specheads.system.files import conf_dir
+from specheads.config import PlanConfig
+from specheads.config.compose import check_recipe
+from specheads.config.main import answer, entry_point
 
 
-@answers_json
 def run(config: PlanConfig) -> None:
     """Count, print.
 
@@ -21,9 +20,7 @@ def run(config: PlanConfig) -> None:
         ConfigError: if there is no such model, the recipe cannot be planned, or its settings
             contradict each other.
     """
-    if not config.recipe:
-        names = sorted(path.stem for path in (conf_dir() / "recipe").glob("*.yaml"))
-        raise ConfigError(f"choose a recipe: recipe={'|'.join(names)}")
+    check_recipe(config.recipe)
     from specheads.training.forecast import forecast
 
     memory = config.memory * 1e9

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from specheads.config import ConfigError, PreviewConfig, RunError
-from specheads.config.main import answer, answers_json, entry_point
+from specheads.config.main import answer, entry_point
 from specheads.system.terminal import harmless, wants_color, write
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from specheads.data.schema import Record
 
 
-@answers_json
 def run(config: PreviewConfig) -> None:
     """Read, encode, print."""
     from specheads.data.chat import Documents, encode_records, pick, share

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from specheads.config import ConfigError, QualityConfig
-from specheads.config.main import answer, answers_json, entry_point
+from specheads.config.main import entry_point, report
 from specheads.system.files import check_folder
 
 if TYPE_CHECKING:
@@ -21,15 +21,12 @@ if TYPE_CHECKING:
     from specheads.decoding.exported import Subject
 
 
-@answers_json
 def run(config: QualityConfig) -> None:
     """Load, read, decode, print, write.
 
     Raises:
         ConfigError: for wrong settings or files.
     """
-    import json
-
     from specheads.decoding.exported import acceptance_rule, choose_drafter, subject_of
     from specheads.measure import quality
     from specheads.measure.clock import prompt_file, prompts_of
@@ -78,10 +75,7 @@ def run(config: QualityConfig) -> None:
         "texts": texts,
         "lossy": lossy,
     }
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(quality.format_quality(result))
-    print(f"wrote {out}")
-    answer(result)
+    report(out, result, quality.format_quality(result))
 
 
 def original_of(config: QualityConfig) -> tuple[str, str]:

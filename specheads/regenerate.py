@@ -8,21 +8,19 @@ questions, too. The output is appended to as answers come; the same command cont
 
 from __future__ import annotations
 
-import sys
-
 from specheads.config import RegenerateConfig
-from specheads.config.main import answer, answers_json, hydra_main
+from specheads.config.main import answer, hydra_main
 from specheads.system.signals import StopSignal
+from specheads.system.terminal import note
 
 
-@answers_json
 def run(config: RegenerateConfig) -> None:
     """Answer, and say what came of it."""
     from specheads.regeneration.answering import regenerate
     from specheads.system import hardware
 
     hardware.quiet_loading()
-    answer(regenerate(config, lambda text: print(text, file=sys.stderr, flush=True)))
+    answer(regenerate(config, note))
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.config import ConfigError, SpecBenchConfig
-from specheads.config.main import answer, answers_json, entry_point
+from specheads.config.main import entry_point, report
 from specheads.system.files import check_folder
 
 
@@ -31,15 +31,12 @@ def __getattr__(name: str) -> Any:
     return forward if name == "forward" else SpecDecoder.from_pretrained
 
 
-@answers_json
 def run(config: SpecBenchConfig) -> None:
     """Read the questions, answer those without an answer, score, print, write.
 
     Raises:
         ConfigError: for wrong settings or files.
     """
-    import json
-
     from specheads.data.suites import QuestionPrompts, read_questions
     from specheads.decoding import exported
     from specheads.measure import suites
@@ -92,13 +89,10 @@ def run(config: SpecBenchConfig) -> None:
         "cut_by_context": sum(limit < config.max_new_tokens for limit in limits),
         "scores": rows,
     }
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(suites.format_scores(rows))
     sides = [{a["question_id"] for a in each} for each in (*found.values(), baseline) if each]
-    for line in suite_remarks(result, alike=all(side == sides[0] for side in sides)):
-        print(line)
-    print(f"answers: {', '.join(result['answers'].values())}; wrote {out}")
-    answer(result)
+    lines = suite_remarks(result, alike=all(side == sides[0] for side in sides))
+    files_said = f"answers: {', '.join(result['answers'].values())}"
+    report(out, result, "\n".join([suites.format_scores(rows), *lines, files_said]))
 
 
 def model_ids(config: SpecBenchConfig, names: Sequence[str], dtype: str) -> tuple[str, str]:

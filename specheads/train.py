@@ -20,12 +20,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from specheads.config import ConfigError, TrainConfig
-from specheads.config.compose import load_recipe
+from specheads.config.compose import check_recipe, load_recipe
 from specheads.config.main import hydra_main
 from specheads.runs.directory import check_run_dir, leaving_nothing, read_rows
 from specheads.system import dist, hardware
 from specheads.system.errors import EXIT_INTERRUPTED, need
-from specheads.system.files import conf_dir
 from specheads.system.hardware import keep_freed_memory
 from specheads.system.launch import read_launcher
 from specheads.system.signals import StopSignal
@@ -52,9 +51,7 @@ def train(cfg: TrainConfig) -> None:
             f"{dist.world_size()} processes were started, but deepspeed=none trains with one; "
             "choose deepspeed=zero1, zero2 or zero3"
         )
-    if not cfg.recipe:
-        names = sorted(path.stem for path in (conf_dir() / "recipe").glob("*.yaml"))
-        raise ConfigError(f"choose a recipe: +recipe={'|'.join(names)}")
+    check_recipe(cfg.recipe)
     hardware.pick_device(cfg.device)  # or a line why not, before anything is read
     optimizer, quantization = cfg.optim.name, cfg.model.quantization
     wanted = {  # before records are read, which takes minutes

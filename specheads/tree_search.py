@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from specheads.config import TreeSearchConfig
-from specheads.config.main import answer, answers_json, entry_point
+from specheads.config.main import answer, entry_point
 from specheads.system.files import check_folder
 from specheads.system.terminal import progress_bar
 
 
-@answers_json
 def run(config: TreeSearchConfig) -> None:
     """Load, measure, print, write."""
     from specheads.formats import card

@@ -173,6 +173,13 @@ def composed(name: str, schema: type[T], words: Sequence[str]) -> T:
         GlobalHydra.instance().hydra = around
 
 
+def check_recipe(name: str) -> None:
+    """Raise ConfigError that lists the recipes if none is named."""
+    if not name:
+        names = sorted(path.stem for path in (conf_dir() / "recipe").glob("*.yaml"))
+        raise ConfigError(f"choose a recipe: recipe={'|'.join(names)}")
+
+
 def load_recipe(name: str) -> Recipe:
     """Return ``run`` of ``recipes/<name>.py``, or of the user's own file ``<name>.py``.
 

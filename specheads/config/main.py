@@ -17,7 +17,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -31,13 +31,12 @@ from specheads.system import dist, errors
 from specheads.system.errors import ConfigError, InterruptedRunError, RunError
 from specheads.system.files import conf_dir, shipped_export
 from specheads.system.launch import take_local_rank
-from specheads.system.terminal import escape_output, stop
+from specheads.system.terminal import escape_output, lose_stdout, stop
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 T = TypeVar("T")
-C = TypeVar("C", bound=Any)
 Main = Callable[[], None]
 
 
@@ -187,7 +186,8 @@ def hydra_main(
                     config = replace(config, **{key: values if is_list else values[-1]})
                 if isinstance(named := getattr(config, "checkpoint", None), str):
                     config.checkpoint = shipped_export(named)
-                task(config)
+                with answering(config):
+                    task(config)
         except (ConfigError, RunError, InterruptedRunError) as error:
             if wants_traceback and error.exit_code != errors.EXIT_INTERRUPTED:
                 raise
@@ -195,9 +195,7 @@ def hydra_main(
                 raise SystemExit(error.exit_code) from None
             stop(str(error), error.exit_code)
         except BrokenPipeError:  # `specheads ... | head` has read enough
-            # what is left in the buffer is written at exit, and must not fail once more
-            with open(os.devnull, "w") as nowhere:  # noqa: PTH123
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            lose_stdout()
             stop("standard output was closed", errors.EXIT_FAILED)
         except KeyboardInterrupt as error:
             stop(str(error) or "interrupted", errors.EXIT_INTERRUPTED)
@@ -251,22 +249,25 @@ def take_literals(argv: list[str], key: str) -> tuple[list[str], list[str]]:
 _stdout: ContextVar[TextIO | None] = ContextVar("specheads_json_answer", default=None)
 
 
-def answers_json(run: Callable[[C], None]) -> Callable[[C], None]:
-    """Decorate a command's ``run``: with ``json=true`` only :func:`answer` reaches stdout."""
+@contextlib.contextmanager
+def answering(config: object) -> Iterator[None]:
+    """While open, only :func:`answer` reaches stdout where the settings hold ``json=true``."""
+    if not getattr(config, "json", False):
+        yield
+        return
+    token = _stdout.set(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _stdout.reset(token)
 
-    @functools.wraps(run)
-    def wrapped(config: C) -> None:
-        if not config.json:
-            run(config)
-            return
-        token = _stdout.set(sys.stdout)
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
-                run(config)
-        finally:
-            _stdout.reset(token)
 
-    return wrapped
+def report(out: Path, result: Mapping[str, Any], text: str) -> None:
+    """Write what a command found as JSON, print it as text, and answer with it."""
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{text}\nwrote {out}")
+    answer(result)
 
 
 def answer(found: Mapping[str, Any]) -> None:

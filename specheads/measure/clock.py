@@ -6,11 +6,11 @@ import contextlib
 import hashlib
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import islice, zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from specheads.decoding.result import DecodedRow, pad_left
 from specheads.models.base import context_length
 from specheads.system import hardware
 from specheads.system.files import tinycode_dir
+from specheads.system.terminal import note
 
 T = TypeVar("T")
 
@@ -163,17 +164,23 @@ def read_prompts(
         ConfigError: if the file is wrong, or every prompt is too long.
     """
     encoder = Encoder(tokenizer)
-    by_kind: dict[str, list[Prompt]] = {}
+    found = []
     for record in prompt_records(path, chat=tokenizer.chat_template is not None):
         ids = encoder.prompt(record)
         if 0 < len(ids) <= max_length:
-            prompt = Prompt(record["id"], record["kind"], torch.tensor([ids], device=device))
-            by_kind.setdefault(prompt.kind, []).append(prompt)
-    ordered = [each for row in zip_longest(*by_kind.values()) for each in row if each is not None]
-    if not ordered:
+            found.append(Prompt(record["id"], record["kind"], torch.tensor([ids], device=device)))
+    if not found:
         raise ConfigError(f"{path} has no prompt of at most {max_length} tokens")
-    chosen = ordered[:num_prompts]
+    chosen = list(islice(kinds_in_turn(found, attrgetter("kind")), num_prompts))
     return chosen, digest_of(chosen)
+
+
+def kinds_in_turn(items: Iterable[T], kind_of: Callable[[T], str]) -> Iterator[T]:
+    """Yield the first of every kind, then the second of every kind, and so on."""
+    by_kind: dict[str, list[T]] = {}
+    for item in items:
+        by_kind.setdefault(kind_of(item), []).append(item)
+    return (each for row in zip_longest(*by_kind.values()) for each in row if each is not None)
 
 
 def digest_of(prompts: Sequence[Prompt]) -> str:
@@ -301,10 +308,7 @@ def prompt_file(given: str, checkpoint: str, name: str) -> Path:
     if base != "tinycode":
         of_run = Path(checkpoint).parent / "prompts.jsonl"  # held out, and calibrated on
         kept = f"; the run kept {of_run} to calibrate on" if of_run.is_file() else ""
-        print(
-            f"specheads: no prompts given: taking the embedded ones, which are about Python{kept}",
-            file=sys.stderr,
-        )
+        note(f"specheads: no prompts given: taking the embedded ones, which are about Python{kept}")
     return tinycode_dir() / name
 
 

@@ -1,7 +1,7 @@
 """Decode held-out prompts before, during and after training, with heads or with a draft model.
 
 The recipes hand :func:`decode_heldout` and :func:`decode_with_draft` to the training loop; a
-finished run shows what :func:`final_evaluation` or :func:`final_draft_evaluation` returns.
+finished run shows what :func:`final_evaluation` returns.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specheads.config import ConfigError
 from specheads.data.chat import Encoded, Encoder
 from specheads.data.load import read_jsonl
-from specheads.data.schema import Record
 from specheads.decoding.accept import Acceptance
 from specheads.decoding.loop import decode, plain_decode
 from specheads.decoding.result import DecodedRow, divergence_said, mean_divergence
 from specheads.drafters.contract import Drafter
 from specheads.losses.cross_entropy import IGNORE
-from specheads.measure.clock import Prompt
+from specheads.measure.clock import Prompt, kinds_in_turn
 from specheads.measure.identity import first_difference, logits_at
 from specheads.measure.render import Columns, estimate, make_table
-from specheads.measure.rows import mean_accept_length, ratio_ci95, rep8
+from specheads.measure.rows import bootstrap_ci95, mean_accept_length, ratio_ci95, rep8
 from specheads.models.base import context_length
 from specheads.system.terminal import progress_bar
 from specheads.verification.sampling import Sampler
@@ -126,11 +125,7 @@ def read_documents(
     context = min(context_length(model) or 1 << 30 for model in models)
     encoder = Encoder(tokenizer)
     documents, left_out = [], {"too long for the context": 0, "without an answer": 0}
-    by_kind: dict[str, list[Record]] = {}
-    for record in read_jsonl(data):
-        by_kind.setdefault(record["kind"], []).append(record)
-    in_turn = (each for row in zip_longest(*by_kind.values()) for each in row if each is not None)
-    for record in in_turn:
+    for record in kinds_in_turn(read_jsonl(data), itemgetter("kind")):
         document = encoder(record)
         if len(document.input_ids) > context:
             left_out["too long for the context"] += 1
@@ -161,11 +156,8 @@ def summarise(readings: Sequence[Reading]) -> dict[str, Any]:
     found: dict[str, Any] = {"num_records": len(readings), "num_tokens": int(sum(tokens))}
     for key, values in columns.items():
         found |= _mean(key, values, tokens)
-    for key in ("loss", "original_loss"):
-        if key in found:
-            name = key.replace("loss", "perplexity")
-            found[name] = math.exp(found[key])
-            found[f"{name}_ci95"] = [math.exp(end) for end in found[f"{key}_ci95"]]
+    for key in {"loss", "original_loss"} & columns.keys():
+        found |= _perplexity(found, key)
     return found
 
 
@@ -186,11 +178,11 @@ def greedy_agreement(
     Returns:
         What :func:`agreement` does.
     """
-    ours, theirs = [], []
-    for prompt in progress_bar("prompt", iterable=prompts, leave=False):
-        ours.append(plain_decode(base, prompt.input_ids, **settings).new_tokens)
-        theirs.append(plain_decode(original, prompt.input_ids, **settings).new_tokens)
-    return agreement(ours, theirs)
+    texts = [
+        [plain_decode(model, each.input_ids, **settings).new_tokens for model in (base, original)]
+        for each in progress_bar("prompt", iterable=prompts, leave=False)
+    ]
+    return agreement(*zip(*texts, strict=True))
 
 
 def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -255,10 +247,8 @@ def lossy_cost(
         losses = [text_loss(base, p.input_ids[0].tolist(), row.new_tokens) for p, row in texts]
         tokens = [float(len(row.new_tokens)) for row in of]
         columns += [losses, tokens]
-        mean = _mean("loss", losses, tokens)
         found[name] = {
-            "perplexity": math.exp(mean["loss"]),
-            "perplexity_ci95": [math.exp(end) for end in mean["loss_ci95"]],
+            **_perplexity(_mean("loss", losses, tokens), "loss"),
             "rep8": sum(rep8(row.new_tokens) for row in of) / len(of),
             "accept_length": mean_accept_length([row.accept_lengths for row in of]),
             "ended": sum(row.finished for row in of) / len(of),
@@ -279,19 +269,22 @@ def _mean(key: str, values: Sequence[float], weights: Sequence[float]) -> dict[s
     return {key: sum(values) / sum(weights), f"{key}_ci95": [low, high]}
 
 
+def _perplexity(found: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the perplexity, with its interval, of a loss in nats per token."""
+    name, ends = key.replace("loss", "perplexity"), found[f"{key}_ci95"]
+    return {name: math.exp(found[key]), f"{name}_ci95": [math.exp(end) for end in ends]}
+
+
 def _difference(*columns: Sequence[float]) -> dict[str, Any]:
     """Bootstrap a difference of two means per token over prompts drawn for both alike.
 
     Args:
         *columns: of each prompt the loss and tokens of one text, then of the other.
     """
-    losses, tokens, losses0, tokens0 = (torch.tensor(x, dtype=torch.float64) for x in columns)
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.randint(len(losses), (2000, len(losses)), generator=generator)
-    a, n, b, m = (column[draws].sum(1) for column in (losses, tokens, losses0, tokens0))
-    ends = (a / n - b / m).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-    mean = losses.sum() / tokens.sum() - losses0.sum() / tokens0.sum()
-    return {"loss_difference": float(mean), "loss_difference_ci95": ends.tolist()}
+    losses, tokens, losses0, tokens0 = map(sum, columns)
+    low, high = bootstrap_ci95(lambda of: of[0] / of[1] - of[2] / of[3], *columns)
+    difference = losses / tokens - losses0 / tokens0
+    return {"loss_difference": difference, "loss_difference_ci95": [low, high]}
 
 
 _LOSSY: Columns = {

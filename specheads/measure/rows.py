@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specheads.decoding.result import mean_divergence
 from specheads.measure.clock import Method, Prompt, Runs
@@ -58,17 +59,29 @@ def ratio_ci95(
     Raises:
         ValueError: if the lists differ in length.
     """
-    lengths = {len(values) for values in (*numerators, *denominators)}
-    if len(lengths) != 1:
-        raise ValueError(f"numerators and denominators have unequal lengths {sorted(lengths)}")
-    (num_prompts,) = lengths
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.randint(num_prompts, (2000, num_prompts), generator=generator)
-    ratio = torch.ones(len(draws), dtype=torch.float64)
-    for top, bottom in zip(numerators, denominators, strict=True):
-        ratio *= torch.tensor(top, dtype=torch.float64)[draws].sum(1)
-        ratio /= torch.tensor(bottom, dtype=torch.float64)[draws].sum(1).clamp_min(1e-12)
-    low, high = ratio.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    num = len(numerators)
+    return bootstrap_ci95(
+        lambda sums: (sums[:num] / sums[num:].clamp_min(1e-12)).prod(0), *numerators, *denominators
+    )
+
+
+def bootstrap_ci95(
+    figure: Callable[[Tensor], Tensor], *columns: Sequence[float]
+) -> tuple[float, float]:
+    """Bootstrap over prompts the 95% interval of a figure of sums.
+
+    Args:
+        figure: from the sums [C, 2000] of the columns over 2000 draws of prompts to it, [2000].
+        *columns: C of them, each of one value per prompt.
+
+    Raises:
+        ValueError: if they differ in length.
+    """
+    values = torch.tensor(columns, dtype=torch.float64)
+    size, generator = values.shape[1], torch.Generator().manual_seed(0)
+    draws = torch.randint(size, (2000, size), generator=generator)
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = figure(values[:, draws].sum(-1)).quantile(ends).tolist()
     return low, high
 
 

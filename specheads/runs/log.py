@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import sys
 import threading
@@ -26,6 +25,7 @@ from specheads.runs.wandb import WandbLog
 from specheads.system import dist
 from specheads.system.files import write_whole
 from specheads.system.redact import redact
+from specheads.system.terminal import lose_stdout, note
 
 # What a metric's name is like, and how the console shows it; all metrics are in metrics.jsonl.
 _COLUMNS = {
@@ -256,11 +256,8 @@ class RunLog:
             tqdm.write(redact(text), file=sys.stdout)
             sys.stdout.flush()
         except OSError as error:  # a closed pipe, or a log file on a full disk
-            print(
+            note(
                 f"specheads: standard output is lost ({error.strerror}); the run goes on, its "
-                f"metrics are in {self.dir / 'metrics.jsonl'}",
-                file=sys.stderr,
+                f"metrics are in {self.dir / 'metrics.jsonl'}"
             )
-            # what is printed from here on, also by others and at exit, must not fail again
-            with open(os.devnull, "w") as nowhere:  # noqa: PTH123
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            lose_stdout()

@@ -7,16 +7,16 @@ shown by clients. Without ``host`` the server listens to this machine only.
 
 from __future__ import annotations
 
-import contextlib
 import os
+import resource
 import socket
-import sys
 from dataclasses import replace
 from typing import Any
 
 from specheads.config import RunError, ServeConfig
 from specheads.config.main import entry_point
 from specheads.system.errors import need
+from specheads.system.terminal import note
 
 
 def listening(config: ServeConfig) -> socket.socket:
@@ -60,14 +60,9 @@ def run(config: ServeConfig) -> None:
     engine = Engine(decoders, **{name: getattr(config, name) for name in limits})
     server = Server(engine, config, os.environ.get("SPECHEADS_API_KEY", ""))
     host, port = bound.getsockname()[:2]
-    print(
-        f"{server.name} on http://{host}:{port}, drafters: {', '.join(decoders)}", file=sys.stderr
-    )
-    with contextlib.suppress(ImportError):  # of Unix
-        import resource
-
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a file for each connection
+    note(f"{server.name} on http://{host}:{port}, drafters: {', '.join(decoders)}")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a file for each connection
     serve(server.app(), bound, config)
 
 

@@ -6,7 +6,6 @@ turns. Each row gets the tokens that ``generate`` gives for its prompt, settings
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import traceback
@@ -27,7 +26,7 @@ from specheads.decoding.processors import PREFIX_FREE
 from specheads.decoding.result import met
 from specheads.decoding.stream import Job, Prefixes, Stream
 from specheads.models.support import tree_support
-from specheads.system.terminal import harmless
+from specheads.system.terminal import harmless, note
 
 # the lane's key; the job, whose owner is its ticket; what makes a lane
 _Waiting = tuple[Hashable, Job, Callable[[], Stream]]
@@ -249,7 +248,7 @@ class Engine(threading.Thread):
                 lane.add(joining.get(key, []))
                 lane.step()
             except Exception as error:  # such as memory that is full: other lanes go on
-                print(harmless(traceback.format_exc()), file=sys.stderr, flush=True)
+                note(harmless(traceback.format_exc()))
                 problem = Step(error=harmless(f"{type(error).__name__}: {error}"))
                 there = [job for _, job in lane.jobs]
                 for ticket in {job.owner: None for job in [*joining.get(key, []), *there]}:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from specheads.system import __version__, dist
 from specheads.system.errors import ConfigError, check_device, refuse
+from specheads.system.terminal import note
 
 if TYPE_CHECKING:
     import torch
@@ -274,7 +275,7 @@ def pin_threads(threads: int | None) -> int:
     why = f"as threads={threads} says; there are" if threads else "the least of"
     shown = ", ".join(f"{name} {number:g}" for name, number in known.items())
     plural = "s" if count > 1 else ""
-    print(f"specheads: {count} thread{plural}, {why}: {shown}", file=sys.stderr, flush=True)
+    note(f"specheads: {count} thread{plural}, {why}: {shown}")
     torch.set_num_threads(count)
     return count
 

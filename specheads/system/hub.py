@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 import socket
-import sys
 from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
+
+from specheads.system.terminal import note
 
 _PATIENCE = 5.0  # seconds for a connection
 
@@ -28,10 +29,7 @@ def keep_to_the_cache_if_unreachable() -> None:
         return
     # what HF_HUB_OFFLINE=1 sets where it is said before the start
     constants.HF_HUB_OFFLINE = True
-    print(
-        f"specheads: {constants.ENDPOINT} cannot be reached; using what is in the hub's cache",
-        file=sys.stderr,
-    )
+    note(f"specheads: {constants.ENDPOINT} cannot be reached; using what is in the hub's cache")
 
 
 def is_hub_error(error: BaseException) -> bool:

@@ -154,7 +154,7 @@ def waiting_for(what: str, *, first: float = 3, seconds: float = 10) -> Iterator
         pause = first
         while not done.wait(pause):
             past = time.monotonic() - start
-            print(f"{what} ({past:.0f} s)", file=sys.stderr, flush=True)
+            note(f"{what} ({past:.0f} s)")
             pause = seconds
 
     thread = threading.Thread(target=tell, daemon=True)
@@ -283,7 +283,7 @@ class Lines:
         """
         line, end, self._ahead = self._ahead.partition("\n")
         if end:
-            print(f"{prompt}{harmless(line)}", file=sys.stderr, flush=True)
+            note(f"{prompt}{harmless(line)}")
             return line
         if not self.interactive:
             read = sys.stdin.readline()
@@ -329,8 +329,21 @@ def write(piece: str) -> None:
     out.flush()
 
 
+def note(text: str) -> None:
+    """Print ``text`` on standard error at once: what is said beside a command's own output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def lose_stdout() -> None:
+    """Let what is left in the buffer of standard output, and all to come, go nowhere.
+
+    After it was closed or its disk is full: what is written at exit must not fail once more.
+    """
+    with open(os.devnull, "w") as nowhere:  # noqa: PTH123
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
 def stop(message: str, code: int) -> NoReturn:
     """Print ``message`` as one line on stderr and leave with ``code``."""
-    line = harmless(redact(" ".join(message.split())))
-    print(f"specheads: {line}", file=sys.stderr, flush=True)
+    note(f"specheads: {harmless(redact(' '.join(message.split())))}")
     raise SystemExit(code)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specheads import config as settings
-from specheads.config.main import answer, answers_json
+from specheads.config.main import answer, answering
 
 PACKAGE = Path(__file__).parents[2] / "specheads"
 
@@ -22,12 +22,12 @@ class Asked:
     json: bool = False
 
 
-@answers_json
 def run(config: Asked) -> None:
     """Print, answer, print."""
-    print("a table")
-    answer({"figures": (1, 2.5, float("nan"), float("inf")), "text": "é\n", "none": None})
-    print("a remark")
+    with answering(config):
+        print("a table")
+        answer({"figures": (1, 2.5, float("nan"), float("inf")), "text": "é\n", "none": None})
+        print("a remark")
 
 
 def test_only_the_object_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,14 +47,9 @@ def test_only_the_object_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_nothing_leaks_out_of_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     """A command that fails must neither print half an object nor swallow later output."""
-
-    @answers_json
-    def fails(config: Asked) -> None:
+    with pytest.raises(ValueError, match="no"), answering(Asked(json=True)):
         print("begun")
         raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        fails(Asked(json=True))
     assert capsys.readouterr() == ("", "begun\n")
     run(Asked())
     assert capsys.readouterr().out == "a table\na remark\n"
@@ -68,16 +63,15 @@ def test_every_command_with_the_key_answers() -> None:
         if is_dataclass(schema) and any(field.name == "json" for field in fields(schema))
     }
     assert {"GenerateConfig", "BenchConfig", "DoctorConfig", "TreeSearchConfig"} <= asked
-    answering = set()
+    answered = set()
     for path in PACKAGE.glob("*.py"):
         tree = ast.parse(path.read_text())
         calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         for node in tree.body:
             if not isinstance(node, ast.FunctionDef) or node.name != "run":
                 continue
-            decorators = {ast.unparse(each) for each in node.decorator_list}
             annotation = node.args.args[0].annotation
-            if "answers_json" in decorators and calls & {"answer", "answer_json"}:
+            if calls & {"answer", "report"}:
                 assert annotation is not None
-                answering.add(ast.unparse(annotation))
-    assert answering == asked
+                answered.add(ast.unparse(annotation))
+    assert answered == asked

@@ -208,7 +208,7 @@ def test_unknown_recipe_lists_those_there_are(run: Start) -> None:
     assert ", ".join(RECIPES) in error
     code, error = run(recipe="name=x")
     assert code == 2
-    assert f"+recipe={'|'.join(RECIPES)}" in error
+    assert f" recipe={'|'.join(RECIPES)}" in error
 
 
 def test_empty_and_all_masked_data(run: Start, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specheads.config import ConfigError, DecodeConfig, GenerateConfig
-from specheads.config.main import take_literals
+from specheads.config.main import answering, take_literals
 from specheads.generate import run
 from specheads.system.terminal import harmless
 from tests.end_to_end.commands import start
@@ -105,7 +105,8 @@ def test_a_file_gets_the_text_and_a_terminal_its_escapes(
     file.write_text(json.dumps({"text": "def"}) + "\n")
     given = {"prompts": str(file)} if batch else {"prompt": "def", "raw": True}
     settings = {**given, "checkpoint": str(tiny_export), "temperature": 1.5, "max_new_tokens": 200}
-    run(GenerateConfig(**settings, json=True))
+    with answering(config := GenerateConfig(**settings, json=True)):
+        run(config)
     answer = json.loads(capsys.readouterr().out)
     text = answer["rows"][0]["text"] if batch else answer["text"]
     assert harmless(text) != text

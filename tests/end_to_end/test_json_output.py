@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,16 @@ from specheads.config import (
     RegenerateConfig,
     TreeSearchConfig,
 )
+from specheads.config.main import answering
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "export"
 Capture = pytest.CaptureFixture[str]
+
+
+def asked(run: Callable[[Any], None], config: object) -> None:
+    """Run a command as its entry point does."""
+    with answering(config):
+        run(config)
 
 
 def answered(capsys: Capture) -> tuple[dict[str, Any], str]:
@@ -44,16 +52,16 @@ def export(tmp_path: Path) -> Path:
 def test_generate(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Text that goes to both streams, or figures that are not those of the text."""
     given = {"checkpoint": str(GOLDEN), "prompt": "def f(x):", "max_new_tokens": 24}
-    generate.run(GenerateConfig(**given))  # type: ignore[arg-type]
+    asked(generate.run, GenerateConfig(**given))  # type: ignore[arg-type]
     text = capsys.readouterr().out
-    generate.run(GenerateConfig(**given, json=True))  # type: ignore[arg-type]
+    asked(generate.run, GenerateConfig(**given, json=True))  # type: ignore[arg-type]
     found, err = answered(capsys)
     assert found["text"] + "\n" == text and text in err
     assert len(found["new_tokens"]) == 24 == 1 + sum(found["accept_lengths"])
     assert found["num_steps"] == len(found["accept_lengths"])
     path = tmp_path / "two.jsonl"
     path.write_text('{"id": "a", "prompt": "def f(x):", "completion": ""}\n{"text": "x"}\n')
-    generate.run(GenerateConfig(str(GOLDEN), prompts=str(path), max_new_tokens=8, json=True))
+    asked(generate.run, GenerateConfig(str(GOLDEN), prompts=str(path), max_new_tokens=8, json=True))
     found, _ = answered(capsys)
     assert [row["id"] for row in found["rows"]] == ["a", "two.jsonl:2"]
     assert [len(row["new_tokens"]) for row in found["rows"]] == [8, 8]
@@ -65,7 +73,7 @@ def test_preview(capsys: Capture, tmp_path: Path) -> None:
     lines = [f'{{"prompt": "{i}", "completion": "b"}}' for i in range(30)] + ["{broken"]
     path.write_text("\n".join(lines))
     data = DataConfig(source="jsonl", path=str(path), seq_len=64, max_bad_fraction=0.5)
-    preview.run(PreviewConfig(data=data, json=True))
+    asked(preview.run, PreviewConfig(data=data, json=True))
     found, err = answered(capsys)
     assert found["counts"]["records"] > 20 and 0 < found["full"] <= 1
     (where,) = found["left_out"]
@@ -76,19 +84,21 @@ def test_preview(capsys: Capture, tmp_path: Path) -> None:
 def test_measuring(capsys: Capture, export: Path, tmp_path: Path) -> None:
     """An object that differs from the file beside it, or that tables stand before."""
     out = tmp_path / "bench.json"
-    bench.run(
+    asked(
+        bench.run,
         BenchConfig(
             str(export), num_prompts=2, max_new_tokens=6, temperatures=[0.0], repeats=1,
             threads=1, dtype="float32", out=str(out), json=True,
-        )
+        ),
     )  # fmt: skip
     found, err = answered(capsys)
     assert found == json.loads(out.read_text()) and "Headline" in err
-    tree_search.run(
+    asked(
+        tree_search.run,
         TreeSearchConfig(
             str(export), num_prompts=4, num_measured=2, max_new_tokens=8, max_nodes=4,
             repeats=1, threads=1, json=True,
-        )
+        ),
     )  # fmt: skip
     found, err = answered(capsys)
     stored = json.loads((export / "config.json").read_text())["tree"]
@@ -102,13 +112,14 @@ def test_comparing(capsys: Capture, tiny_model_dir: Path, tmp_path: Path) -> Non
     out = tmp_path / "compare.json"
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(f'{{"text": "def f{i}("}}\n' for i in range(4)))
-    compare.run(
+    asked(
+        compare.run,
         CompareConfig(
             model=str(tiny_model_dir), candidates=[str(tiny_model_dir)],
             prompts=str(path), num_prompts=2,
             num_measured=2, max_new_tokens=6, max_tokens=2, repeats=1, threads=1, out=str(out),
             json=True,
-        )
+        ),
     )  # fmt: skip
     found, _ = answered(capsys)
     assert found == json.loads(out.read_text())
@@ -122,16 +133,16 @@ def test_answering(capsys: Capture, tiny_model_dir: Path, tmp_path: Path) -> Non
         model=str(tiny_model_dir), prompts=str(path), output=str(out), max_new_tokens=4,
         keep_truncated=True, threads=1, json=True,
     )  # fmt: skip
-    regenerate.run(config)
+    asked(regenerate.run, config)
     found, _ = answered(capsys)
     assert found == {"output": str(out), "done": 2, "done_before": 0, "left": 0, "bad": {}}
-    regenerate.run(config)
+    asked(regenerate.run, config)
     assert answered(capsys)[0]["done_before"] == 2
 
 
 def test_examining(capsys: Capture, tiny_model_dir: Path) -> None:
     """A verdict that can only be read by people."""
-    doctor.run(DoctorConfig(model=str(tiny_model_dir), dtype="float32", json=True))
+    asked(doctor.run, DoctorConfig(model=str(tiny_model_dir), dtype="float32", json=True))
     found, err = answered(capsys)
     assert found["ok"] and not found["wrong"]
     assert found["findings"][-1]["name"] == "verdict" and "verdict" in err

@@ -11,6 +11,7 @@ import torch
 
 from specheads.attention.tree import default_tree
 from specheads.config import ConfigError, DecodeConfig, QualityConfig
+from specheads.config.main import answering
 from specheads.models.base import load_base_model, load_tokenizer
 from specheads.models.checkpoint import origin, save_export
 from specheads.models.heads import MedusaHeads
@@ -72,7 +73,8 @@ def test_an_untouched_base_needs_no_comparison(
 ) -> None:
     """Zeros that nobody measured look like a result."""
     config = settings(tiny_export, tiny_jsonl, tmp_path, json=True)
-    run(config)
+    with answering(config):
+        run(config)
     shown = capsys.readouterr()
     result = json.loads(shown.out)
     assert result["original"] is None and result["texts"] is None
