@@ -189,8 +189,7 @@ def planned(words: list[str], ranks: int) -> float:
         [sys.executable, "-m", "specheads.plan", *words, f"gpus={ranks}", "json=true"],
         cwd=harness.ROOT, check=True, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    stages = json.loads(done.stdout)["stages"]
-    return float(stages["as set" if "as set" in stages else "zero2"]["peak"])
+    return float(json.loads(done.stdout)["stages"]["as set"]["peak"])
 
 
 def main() -> None:
@@ -218,9 +217,8 @@ def main() -> None:
     rows, run = [], root / "run"
     for case in given.cases:
         words = CASES[case].split()
-        if "deepspeed=zero2" not in words:
-            section = "+deepspeed.zero_optimization"
-            words += ["deepspeed=zero3", *(f"{section}.{key}={n}" for key, n in zero.items())]
+        words += [] if "deepspeed=zero2" in words else ["deepspeed=zero3"]
+        words += [f"+deepspeed.zero_optimization.{key}={n}" for key, n in zero.items()]
         words += [
             f"model.dtype={given.dtype}", "device=cpu", "optim=adamw", f"steps={given.steps}",
             "optim.lr=1e-4", "autocast=none", "data.rows=1", "data.seq_len=64",
