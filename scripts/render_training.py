@@ -651,14 +651,14 @@ def sharded(read: Read) -> str:
     """Return the resident memory of ranks that train a base which none may hold whole."""
     found = read("sharded")
     gigabytes = lambda number: f"{number / 1e9:.2f}"  # noqa: E731
-    lines = [
-        f"{row['case']} | {', '.join(map(gigabytes, row['peaks']))}"
-        f" | {gigabytes(max(row['peaks']) - row['peak_of_toy'])} | {gigabytes(row['planned'])}"
-        f" | {'trained and exported' if row['exported'] else 'killed'}"
-        for row in found["rows"]
-    ]
+    lines = []
+    for row in found["rows"]:
+        above, told = max(row["peaks"]) - row["peak_of_toy"], row["planned"]
+        end = "killed | | " if row["killed"] else "trained and exported"
+        end += "" if row["killed"] else f" | {gigabytes(above)} | {gigabytes(told)}"
+        lines.append(f"{row['case']} | {', '.join(map(gigabytes, row['peaks']))} | {end}")
     given, machine = found["settings"], found["environment"]
-    head = "run | peak of each rank, GB | above the toy's | planned | end"
+    head = "run | peak of each rank, GB | end | above the toy's | planned"
     bound = gigabytes(given["share"] * found["held_whole"])
     return (
         f"{table(head, lines)}\n\nA base of {found['numbers'] / 1e6:,.0f} million parameters,"

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 from specheads import generate
 from specheads.attention.tree import Tree
 from specheads.config import ConfigError, GenerateConfig
+from specheads.config.main import answering
 from specheads.models.base import load_base_model
 from specheads.models.checkpoint import load_export, load_heads, read_config, set_tree
 from specheads.models.heads import MedusaHeads
@@ -121,7 +122,9 @@ def test_decoding_is_that_of_the_native_form(
     for checkpoint in (GOLDEN, back):
         capsys.readouterr()
         values = {"checkpoint": str(checkpoint), "prompt": "def add(a, b):", "json": True}
-        generate.run(GenerateConfig(**values, max_new_tokens=40))  # type: ignore
+        config = GenerateConfig(**values, max_new_tokens=40)  # type: ignore
+        with answering(config):
+            generate.run(config)
         answers.append(json.loads(capsys.readouterr().out))
     for key in ("text", "accept_lengths", "num_steps", "new_tokens"):
         assert answers[0][key] == answers[1][key], key
